@@ -1,0 +1,44 @@
+"""Gradients in, reduced ZeRO shards out, while backward is still running.
+
+CuPy owns streams, events and memory, NCCL moves the bytes, DLPack brings gradients in from any
+framework. Importing this package loads no array library; `connect()` picks one.
+"""
+
+from .errors import (
+    CommunicationError,
+    GradientError,
+    GradientTypeError,
+    LayoutError,
+    MismatchError,
+    ProtocolError,
+    ReduceError,
+)
+from .layout import BucketLayout, ParamSpec, Segment, plan_buckets
+from .protocols import World
+from .reducer import Reducer
+from .registry import Placement, Registry
+from .statistics import Statistics
+from .world import connect, run_local
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BucketLayout",
+    "CommunicationError",
+    "GradientError",
+    "GradientTypeError",
+    "LayoutError",
+    "MismatchError",
+    "ParamSpec",
+    "Placement",
+    "ProtocolError",
+    "ReduceError",
+    "Reducer",
+    "Registry",
+    "Segment",
+    "Statistics",
+    "World",
+    "connect",
+    "plan_buckets",
+    "run_local",
+]

@@ -1,0 +1,67 @@
+"""Compare what ranks believe; say on all of them where they differ. No channel of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from .errors import MismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .errors import ReduceError
+    from .protocols import Control
+
+__all__ = ["agree", "gather_complaints"]
+
+NAMED_RANKS = 8  # an error about 4,096 ranks must still be readable
+
+
+def agree(
+    control: Control, what: str, entries: Sequence[str], *, refused: ReduceError | None = None
+) -> None:
+    """Collective, blocks the host: raise MismatchError on all ranks unless all entries are equal.
+
+    Digests travel first; the entries themselves only when those differ, so that every rank can
+    name the first differing one with the values of all ranks. A rank that has `refused` its own
+    input takes part all the same, because its peers must not hang: they learn why, and it raises
+    its own error.
+    """
+    if refused is not None:
+        entries = [f"refused: {refused}"]
+    everyone = _exchange(control, "\n".join(entries).encode())
+    if refused is not None:
+        raise refused
+    if everyone is None:
+        return
+    absent = "(nothing)"
+    for index in range(max(map(len, everyone))):
+        values = [lines[index] if index < len(lines) else absent for lines in everyone]
+        if len(set(values)) > 1:
+            break
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    told = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in by_value.items())
+    msg = f"ranks disagree on {what}, first at entry {index}: {told}. Give the same on every rank."
+    raise MismatchError(msg)
+
+
+def gather_complaints(control: Control, mine: str) -> str:
+    """Collective, blocks the host: return every rank's complaint, or "" where none has one."""
+    everyone = enumerate(control.all_gather(mine.encode()))
+    return "; ".join(f"rank {rank}: {payload.decode()}" for rank, payload in everyone if payload)
+
+
+def _exchange(control: Control, text: bytes) -> list[list[str]] | None:
+    """Return every rank's lines, or None where all are equal."""
+    digests = control.all_gather(hashlib.blake2b(text, digest_size=16).digest())
+    if len(set(digests)) == 1:
+        return None
+    return [payload.decode().split("\n") for payload in control.all_gather(text)]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    head = ", ".join(map(str, ranks[:NAMED_RANKS])) + (", ..." if len(ranks) > NAMED_RANKS else "")
+    return f"rank {head}" if len(ranks) == 1 else f"ranks {head}"

@@ -1,0 +1,1 @@
+"""One module per host-blocking side channel: small messages. Never gradients."""

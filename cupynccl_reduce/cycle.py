@@ -1,0 +1,96 @@
+"""Where a cycle stands, and which calls that allows. No gradients and no streams."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from .errors import ProtocolError
+
+__all__ = ["Cycle"]
+
+
+class _State(Enum):
+    """The value completes "the shards hold ..."."""
+
+    NEW = "nothing yet: no backward has run"
+    REDUCING = "a cycle that wait() has not closed"
+    LANDED = "the last cycle"
+    FAILED = "a step whose backward failed; every rank calls discard() first"
+    DISCARDED = "nothing: the last cycle was discarded"
+
+
+class Cycle:
+    """The life of a reducer's cycles: any number of backwards, then `land` or `discard`."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._state = _State.NEW
+        self.step = 0
+        self.backwards = 0
+        self.open = False
+        self.closed = False
+
+    @property
+    def name(self) -> str:
+        """The state, for a repr."""
+        return "CLOSED" if self.closed else "OPEN" if self.open else self._state.name
+
+    def where(self, message: str) -> str:
+        """Return `message` with the rank and step that it happened on."""
+        return f"{message} [{self._place}, step {self.step}]"
+
+    def check(self) -> None:
+        """Raise ProtocolError after close."""
+        if self.closed:
+            msg = "this reducer is closed; build another one on the registry"
+            raise ProtocolError(self.where(msg))
+
+    def check_outside(self, call: str) -> None:
+        """Raise ProtocolError inside backward, or after close."""
+        self.check()
+        if self.open:
+            msg = f"{call} inside backward(): leave the with block first"
+            raise ProtocolError(self.where(msg))
+
+    def check_inside(self) -> None:
+        """Raise ProtocolError outside backward, or after close."""
+        if not self.open:
+            self.check()
+            msg = "a gradient outside backward(): hand it over inside `with reducer.backward():`"
+            raise ProtocolError(msg)
+
+    def begin(self) -> bool:
+        """Open a backward; return whether it accumulates onto an earlier one of this cycle."""
+        self.check_outside("backward()")
+        if self._state is _State.FAILED:
+            msg = f"backward(): the shards hold {self._state.value}"
+            raise ProtocolError(self.where(msg))
+        accumulate = self._state is _State.REDUCING
+        self.step += not accumulate
+        self.open = True
+        self._state = _State.REDUCING
+        return accumulate
+
+    def end(self) -> None:
+        """Close the open backward."""
+        self.open = False
+        self.backwards += 1
+
+    def fail(self) -> None:
+        """Mark the cycle failed: only `discard` leads on."""
+        self._state = _State.FAILED
+
+    def land(self) -> bool:
+        """Close the cycle; return whether it was still open. Again: nothing changes."""
+        self.check_outside("wait()")
+        if self._state not in (_State.REDUCING, _State.LANDED):
+            msg = f"wait(): the shards hold {self._state.value}"
+            raise ProtocolError(self.where(msg))
+        newly = self._state is _State.REDUCING
+        self._state = _State.LANDED
+        return newly
+
+    def discard(self) -> None:
+        """Close the cycle without a result."""
+        self.check_outside("discard()")
+        self._state = _State.DISCARDED

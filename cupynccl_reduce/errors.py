@@ -1,0 +1,41 @@
+"""Every error of the package. Bad values and wrong order are told apart; all are a ReduceError."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CommunicationError",
+    "GradientError",
+    "GradientTypeError",
+    "LayoutError",
+    "MismatchError",
+    "ProtocolError",
+    "ReduceError",
+]
+
+
+class ReduceError(Exception):
+    """The root of all errors that this package raises on purpose."""
+
+
+class LayoutError(ReduceError, ValueError):
+    """A parameter list, bucket size, environment or option that cannot work."""
+
+
+class GradientError(ReduceError, ValueError):
+    """A gradient whose name, shape, dtype, device or values' layout is not the registered one."""
+
+
+class GradientTypeError(GradientError, TypeError):
+    """A gradient that is not an array this package can read (no DLPack, sparse, complex)."""
+
+
+class ProtocolError(ReduceError, RuntimeError):
+    """A call at the wrong time: outside backward, twice, or after close."""
+
+
+class MismatchError(ReduceError, RuntimeError):
+    """Ranks that disagree. Raised on every rank, with each differing value."""
+
+
+class CommunicationError(ReduceError, RuntimeError):
+    """A collective failed, or the world was broken before; the first cause is `__cause__`."""

@@ -1,0 +1,124 @@
+"""Cut parameters into buckets: pure functions of the parameter list."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cupynccl_reduce.dtypes import DTYPES
+from cupynccl_reduce.errors import LayoutError
+
+from .bucket import BucketLayout, Matrix
+from .spec import ParamSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["ALIGN_BYTES", "plan_buckets", "send_bound"]
+
+ALIGN_BYTES = 16  # the widest vector copy of a GPU thread
+ARENA_ALIGN_BYTES = 256  # what CUDA allocations are aligned to
+
+
+def plan_buckets(
+    params: Sequence[ParamSpec], *, world_size: int, bucket_bytes: int
+) -> tuple[BucketLayout, ...]:
+    """Cut parameters into buckets: the same cut on every rank, and for every arrival order.
+
+    Parameters are taken in reverse (the order in which backward tends to produce gradients). A
+    bucket holds one combination of dtypes and closes when the next parameter would take it over
+    `bucket_bytes` of gradients, so a larger parameter has a bucket of its own. Buckets are indexed
+    in the order in which their last gradient is expected; those with `uses="many"` come last.
+
+    Raises:
+        LayoutError: no parameters, a repeated name, world_size < 1 or bucket_bytes < 1.
+    """
+    _check_plan(params, world_size, bucket_bytes)
+    open_members: dict[tuple[str, ...], list[int]] = {}
+    fill: dict[tuple[str, ...], int] = {}
+    closed: list[tuple[bool, int, list[int]]] = []
+    for index in reversed(range(len(params))):
+        spec = params[index]
+        key = (spec.dtype, spec.reduce_dtype, spec.shard_dtype, spec.uses)
+        members = open_members.get(key, [])
+        if members and fill[key] + spec.nbytes > bucket_bytes:
+            closed.append((spec.uses == "many", -members[-1], members))
+            members = []
+        if not members:
+            open_members[key] = members
+            fill[key] = 0
+        members.append(index)
+        fill[key] += spec.nbytes
+    closed.extend(
+        (params[members[0]].uses == "many", -members[-1], members)
+        for members in open_members.values()
+    )
+    closed.sort(key=lambda bucket: bucket[:2])
+    buckets = []
+    shard_offset = 0
+    for index, (_, _, members) in enumerate(closed):
+        bucket = _lay_out(index, [params[m] for m in members], world_size, shard_offset)
+        buckets.append(bucket)
+        shard_offset += -(-bucket.shard_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
+    return tuple(buckets)
+
+
+def send_bound(layouts: Sequence[BucketLayout], bucket_bytes: int) -> int:
+    """Return bytes that hold any arrivals of at most `bucket_bytes` of gradients, padding included.
+
+    Each layout holds one parameter; one over `bucket_bytes` travels alone. The bound is the
+    fractional knapsack: fill with the parameters that padding makes longest, the last one whole.
+    """
+    total = sum(layout.send_bytes for layout in layouts if layout.uses == "once")
+    alone = max((layout.send_bytes for layout in layouts), default=0)
+    limit = max([bucket_bytes, *(layout.gradient_bytes for layout in layouts)])
+    dearest = sorted(
+        (layout for layout in layouts if layout.gradient_bytes),
+        key=lambda layout: layout.send_bytes / layout.gradient_bytes,
+        reverse=True,
+    )
+    bound = filled = 0
+    for layout in dearest:
+        # One that repeats ("many") may fill the whole rest by itself.
+        repeats = 1 if layout.uses == "once" else -(-(limit - filled) // layout.gradient_bytes)
+        bound += layout.send_bytes * repeats
+        filled += layout.gradient_bytes * repeats
+        if filled >= limit:
+            break
+    once = all(layout.uses == "once" for layout in layouts)
+    return max(alone, min(bound, total) if once else bound)
+
+
+def _lay_out(
+    index: int, specs: Sequence[ParamSpec], world_size: int, shard_offset: int
+) -> BucketLayout:
+    first = specs[0]
+    itemsize = min(DTYPES[first.reduce_dtype].itemsize, DTYPES[first.shard_dtype].itemsize)
+    flats = ((s.name, s.numel, -(-s.numel // world_size)) for s in specs)
+    return BucketLayout(
+        index=index,
+        dtype=first.dtype,
+        reduce_dtype=first.reduce_dtype,
+        shard_dtype=first.shard_dtype,
+        uses=first.uses,
+        matrix=Matrix.of(flats, world_size, ALIGN_BYTES // itemsize),
+        shard_offset=shard_offset,
+    )
+
+
+def _check_plan(params: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> None:
+    for what, value in (("world_size", world_size), ("bucket_bytes", bucket_bytes)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            msg = f"{what} must be an integer >= 1, not {value!r}"
+            raise LayoutError(msg)
+    if not params:
+        msg = "no parameters: give at least one ParamSpec"
+        raise LayoutError(msg)
+    seen = set()
+    for spec in params:
+        if not isinstance(spec, ParamSpec):
+            msg = f"parameters must be ParamSpec values, not {spec!r}"
+            raise LayoutError(msg)
+        if spec.name in seen:
+            msg = f"parameter {spec.name!r} is given twice; tied parameters are registered once"
+            raise LayoutError(msg)
+        seen.add(spec.name)

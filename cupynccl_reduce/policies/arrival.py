@@ -1,0 +1,147 @@
+"""Buckets filled in arrival order: the reference algorithm. Integers and names only.
+
+One bucket per wire dtype is launched when the next gradient does not fit, with one reduce-scatter
+per gradient: the launch points and grouping of DeepSpeed's DeepCompile for ZeRO-3 (its
+`reduceGrad` and `flushReduceBucket`). Every rank must hand over the same gradients in one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cupynccl_reduce.errors import ProtocolError
+from cupynccl_reduce.layout import Launch, Part, send_bound
+
+from .base import SKIPPED, TWICE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from cupynccl_reduce.layout import BucketLayout
+
+__all__ = ["Arrival"]
+
+
+@dataclass(slots=True)
+class _Group:
+    """The buffers of one wire dtype: one fills, the others are in flight."""
+
+    buffers: tuple[int, ...]
+    capacity: int
+    turn: int = 0
+    filled: int = 0
+    offset: int = 0
+    parts: list[Part] = field(default_factory=list)
+
+
+class Arrival:
+    """One bucket per wire dtype, filled in arrival order: every rank needs the same order."""
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketLayout],
+        *,
+        straight: Callable[[BucketLayout], bool],
+        world_size: int,
+        max_buffers: int,
+        bucket_bytes: int,
+    ) -> None:
+        self.layouts = tuple(single for layout in buckets for single in layout.split())
+        self._of = {layout.names[0]: layout for layout in self.layouts}
+        self._straight = straight
+        self._world_size = world_size
+        self._groups: dict[str, _Group] = {}
+        sizes: list[int] = []
+        for dtype in dict.fromkeys(layout.reduce_dtype for layout in self.layouts):
+            members = [layout for layout in self.layouts if layout.reduce_dtype == dtype]
+            buffers = tuple(range(len(sizes), len(sizes) + max_buffers))
+            self._groups[dtype] = _Group(buffers, bucket_bytes)
+            sizes += [send_bound(members, bucket_bytes)] * max_buffers
+        self.buffer_bytes = tuple(sizes)
+        self._missing: set[str] = set()
+        self._arrived: set[str] = set()
+        self._reduced: set[str] = set()
+        self._queue: list[BucketLayout] = []
+
+    def begin(self, *, accumulate: bool) -> None:
+        """Start a backward."""
+        if not accumulate:
+            self._reduced.clear()
+        self._arrived.clear()
+        self._missing = set(self._of)
+
+    def arrive(self, name: str) -> BucketLayout | None:
+        """Note one gradient, which is packed at once: its layout is complete."""
+        layout = self._of[name]
+        if name not in self._missing and not (layout.uses == "many" and name in self._arrived):
+            raise ProtocolError(TWICE if name in self._arrived else SKIPPED)
+        self._missing.discard(name)
+        self._arrived.add(name)
+        self._queue.append(layout)
+        return layout
+
+    def skip(self, name: str) -> BucketLayout | None:
+        """Note that no gradient will come."""
+        if name not in self._missing:
+            raise ProtocolError(TWICE if name in self._arrived else SKIPPED)
+        self._missing.remove(name)
+        return None
+
+    def due(self) -> Iterator[Launch]:
+        """Yield the pack of what arrived, behind the launch of a bucket it does not fit in."""
+        while self._queue:
+            layout = self._queue.pop(0)
+            group = self._groups[layout.reduce_dtype]
+            if group.filled and group.filled + layout.gradient_bytes > group.capacity:
+                yield self._flush(group)
+            # A gradient larger than the bucket grows it, for good.
+            group.capacity = max(group.capacity, layout.gradient_bytes)
+            name = layout.names[0]
+            accumulate = name in self._reduced
+            self._reduced.add(name)
+            if not layout.matrix.numel:
+                continue
+            straight = self._world_size > 1 and not accumulate and self._straight(layout)
+            part = Part(layout, group.offset, straight, accumulate)
+            group.parts.append(part)
+            group.filled += layout.gradient_bytes
+            group.offset += layout.send_bytes
+            yield Launch(group.buffers[group.turn], (part,), (), (), last=False)
+
+    def finish(self) -> Iterator[Launch]:
+        """Yield the launch of every bucket that holds something."""
+        yield from self.due()
+        for group in self._groups.values():
+            if group.parts:
+                yield self._flush(group)
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the names that neither arrived nor were skipped, in plan order."""
+        return tuple(name for name in self._of if name in self._missing)
+
+    def waiting(self) -> dict[int, tuple[str, ...]]:
+        """Return nothing: a bucket waits for no parameter in particular."""
+        return {}
+
+    def untouched(self) -> Iterator[Launch]:
+        """Yield a launch for each parameter that never arrived in this cycle."""
+        for name, layout in self._of.items():
+            if name not in self._reduced and layout.matrix.numel:
+                group = self._groups[layout.reduce_dtype]
+                parts = (Part(layout, 0, straight=False, accumulate=False),)
+                yield Launch(group.buffers[group.turn], parts, (), parts, last=True)
+
+    def _flush(self, group: _Group) -> Launch:
+        parts = tuple(group.parts)
+        launch = Launch(
+            buffer=group.buffers[group.turn],
+            pack=(),
+            calls=parts if self._world_size > 1 else (),
+            unpack=tuple(part for part in parts if not part.straight),
+            last=True,
+        )
+        group.turn = (group.turn + 1) % len(group.buffers)
+        group.filled = group.offset = 0
+        group.parts.clear()
+        return launch

@@ -1,0 +1,261 @@
+"""The seams: what the engine asks of a device, a communicator and a side channel. No behaviour.
+
+Names are CuPy's own (`record`, `wait_event`, `synchronize`), so CuPy's streams and events are used
+as they are. Everything that takes a stream only queues work there and returns at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+from .errors import CommunicationError, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from .dlpack import View
+    from .layout import Matrix
+
+__all__ = [
+    "Array",
+    "Communicator",
+    "Control",
+    "Event",
+    "Fill",
+    "Memory",
+    "Op",
+    "PackKernel",
+    "Runtime",
+    "Stream",
+    "UnpackKernel",
+    "World",
+]
+
+Fill = Literal["zero", "nan"]
+Memory = Literal["device", "pinned"]
+Op = Literal["sum", "avg"]
+Array = Any  # a runtime's own array: cupy.ndarray or numpy.ndarray, one-dimensional, contiguous
+
+
+class Event(Protocol):
+    """A point in a stream. Recording again moves it; earlier waits keep what they saw."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the recorded point has passed. Does not block."""
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the present end of `stream`."""
+
+    def synchronize(self) -> None:
+        """Block the host until the recorded point has passed."""
+
+
+class Stream(Protocol):
+    """An in-order queue of device work."""
+
+    def wait_event(self, event: Any) -> None:
+        """Hold back later work of this stream until `event`'s recorded point has passed."""
+
+    def synchronize(self) -> None:
+        """Block the host until everything queued here is done."""
+
+
+class PackKernel(Protocol):
+    """Copies flat arrays into a matrix: sum of a segment's sources, division, cast, padding."""
+
+    def __call__(
+        self, sources: Sequence[Sequence[View]], target: Array, *, fill: Fill, stream: Any
+    ) -> None:
+        """Queue the pack on `stream`; `target` is the matrix, flat.
+
+        `sources[i]` are the flat arrays of segment i, summed; a segment without any is filled with
+        zero or NaN. Non-contiguous sources give their logical values. Sources are read when the
+        stream gets there: the caller keeps them alive until then.
+        """
+
+
+class UnpackKernel(Protocol):
+    """Copies a matrix out into flat arrays: cast, and added where asked."""
+
+    def __call__(
+        self, source: Array, targets: Sequence[View], *, accumulate: bool, stream: Any
+    ) -> None:
+        """Queue the unpack of `source` (the matrix, flat) into `targets`, one per segment."""
+
+
+class Runtime(Protocol):
+    """Memory, streams and kernels of one device kind."""
+
+    kind: Literal["cuda", "host"]
+
+    def allocate(self, nbytes: int, *, memory: Memory = "device") -> Array:
+        """Return zeroed bytes (uint8) from the runtime's own pool. Blocks until zeroed."""
+
+    def view(self, array: Array, offset: int, numel: int, dtype: str) -> Array:
+        """Return `numel` elements of `dtype` that start at byte `offset` of `array`; no copy."""
+
+    def read(self, source: Any, stream: Any) -> View:
+        """Describe any array of this device without copying it; raise GradientTypeError if unable.
+
+        `view.stream` is the stream that produced it, or None where the producer itself made
+        `stream` wait.
+        """
+
+    def stream(self) -> Any:
+        """Return a new stream that synchronises with no other."""
+
+    def event(self) -> Any:
+        """Return a new event, not recorded; waiting for it is a no-op."""
+
+    def adopt(self, stream: Any) -> Any:
+        """Return the Stream for a caller's stream object; None is the caller's current stream."""
+
+    def pack_kernel(
+        self, matrix: Matrix, source_dtype: str, dtype: str, *, divisor: int = 1
+    ) -> PackKernel:
+        """Build the kernel that packs `source_dtype` arrays into a `dtype` matrix."""
+
+    def unpack_kernel(self, matrix: Matrix, dtype: str, target_dtype: str) -> UnpackKernel:
+        """Build the kernel that unpacks a `dtype` matrix into `target_dtype` arrays."""
+
+    def close(self) -> None:
+        """Give back streams and memory. Idempotent."""
+
+
+class Communicator(Protocol):
+    """Queues collectives of one group. Every method but `close` and `abort` is collective.
+
+    Arrays are contiguous and flat; counts are the arrays' numel. Every rank must queue the same
+    collectives in the same order.
+    """
+
+    rank: int
+    world_size: int
+
+    def reduce_scatter(self, send: Array, recv: Array, dtype: str, op: Op, stream: Any) -> None:
+        """Queue: `recv` becomes row `rank` of the sum over ranks of `send` (world_size rows).
+
+        `recv` may be that row of `send` itself. "avg" divides the sum by world_size.
+        """
+
+    def all_gather(self, send: Array, recv: Array, dtype: str, stream: Any) -> None:
+        """Queue: row r of `recv` becomes rank r's `send`. `send` may be row `rank` of `recv`."""
+
+    def all_reduce(self, send: Array, recv: Array, dtype: str, op: Op, stream: Any) -> None:
+        """Queue: `recv` becomes the sum over ranks of `send`. They may be one array."""
+
+    def broadcast(self, array: Array, root: int, dtype: str, stream: Any) -> None:
+        """Queue: `array` becomes rank `root`'s."""
+
+    def group(self) -> AbstractContextManager[None]:
+        """Return a context in which collectives are held back, then queued together."""
+
+    def close(self) -> None:
+        """Tear down after success. Idempotent."""
+
+    def abort(self) -> None:
+        """Tear down after failure; frees ranks that wait in a collective. Idempotent."""
+
+
+class Control(Protocol):
+    """The host-blocking side channel between ranks; never for gradients."""
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Collective, blocks the host: return every rank's payload, in rank order."""
+
+    def close(self) -> None:
+        """Tear down. Idempotent."""
+
+    def abort(self) -> None:
+        """Tear down after failure; frees ranks that wait here. Idempotent."""
+
+
+class Status:
+    """What may change in a world: its first fault, and which reducer has a backward open."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.closed = False
+        self.fault: BaseException | None = None
+        self.open_backward: object | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """The runtime and communicator this process joined. Made by `connect()` or `run_local()`.
+
+    `stream` is the communication stream: the one queue of all collectives of this world. A world
+    is a context manager: leaving it closes it, or aborts it when an exception passes through.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    runtime: Runtime
+    communicator: Communicator
+    control: Control
+    stream: Any
+    status: Status = field(default_factory=Status)
+
+    @property
+    def usable(self) -> bool:
+        """Whether this world is neither closed nor broken."""
+        return self.status.fault is None and not self.status.closed
+
+    def check(self) -> None:
+        """Raise if this world is closed or broken; the first cause is chained."""
+        if self.status.fault is not None:
+            msg = (
+                f"rank {self.rank}: this world is broken ({self.status.fault}); "
+                "leave it and connect again"
+            )
+            raise CommunicationError(msg) from self.status.fault
+        if self.status.closed:
+            msg = f"rank {self.rank}: this world is closed; connect() makes a new one"
+            raise ProtocolError(msg)
+
+    def fail(self, fault: BaseException) -> BaseException:
+        """Mark the world broken by its first fault, free ranks that wait; return what to raise.
+
+        A launch that stopped half way leaves the ranks out of step, so there is no way back.
+        """
+        with self.status.lock:
+            first = self.status.fault is None
+            if first:
+                self.status.fault = fault
+        if first:
+            self.communicator.abort()
+            self.control.abort()
+        if not isinstance(fault, Exception):
+            return fault  # KeyboardInterrupt keeps its meaning
+        return CommunicationError(f"rank {self.rank}: the world is broken: {fault}")
+
+    def close(self) -> None:
+        """Finish queued work, then give everything back. Blocks the host. Idempotent."""
+        with self.status.lock:
+            if self.status.closed:
+                return
+            self.status.closed = True
+        try:
+            if self.status.fault is None:
+                self.stream.synchronize()
+        finally:
+            self.communicator.close()
+            self.control.close()
+            self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "BROKEN" if self.status.fault else "CLOSED" if self.status.closed else "OPEN"
+        return f"<World {self.runtime.kind} rank {self.rank} of {self.world_size} {state}>"

@@ -1,0 +1,212 @@
+"""Which slice of which parameter this rank keeps, and the memory for it. No gradients here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from .agreement import agree
+from .dtypes import DTYPES
+from .errors import LayoutError, ProtocolError, ReduceError
+from .gather import ShardGather
+from .layout import BucketLayout, Matrix, ParamSpec, Segment, plan_buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .dlpack import View
+    from .protocols import Array, World
+
+__all__ = ["Placement", "Registry"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One parameter on this rank: it keeps elements `[start, stop)` of the flat parameter."""
+
+    spec: ParamSpec
+    bucket: int
+    segment: Segment
+    start: int
+    stop: int
+
+
+class Registry(Mapping[str, Placement]):
+    """A read-only mapping: parameter name -> its spec, segment and this rank's interval.
+
+    Collective, blocks the host: every rank must give the same parameters and `bucket_bytes`, and a
+    difference is a MismatchError on all ranks. A parameter's interval is
+    `[rank * width, min((rank + 1) * width, numel))` with `width = ceil(numel / world_size)`.
+
+    Args:
+        params: in the order of the model; backward is expected to produce gradients in reverse.
+        world: from `connect()` or `run_local()`.
+        bucket_bytes: gradient bytes of a bucket, padding not counted.
+        shards: memory to use instead of the registry's own: name -> flat, contiguous, writable
+            array of this rank's interval in the parameter's shard dtype. May name some only.
+
+    Raises:
+        LayoutError: values that cannot work. MismatchError: ranks that differ.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamSpec],
+        world: World,
+        *,
+        bucket_bytes: int = 64 << 20,
+        shards: Mapping[str, Any] | None = None,
+    ) -> None:
+        world.check()
+        self.world = world
+        self.params = tuple(params)
+        self.bucket_bytes = bucket_bytes
+        self._reducer: object | None = None
+        self._prepare(dict(shards or {}))
+        self._gather = ShardGather(world, self.buckets, {s.name: s for s in self.params})
+
+    def _prepare(self, brought: dict[str, Any]) -> None:
+        world = self.world
+        refused: ReduceError | None = None
+        try:
+            self.buckets = plan_buckets(
+                self.params, world_size=world.world_size, bucket_bytes=self.bucket_bytes
+            )
+            self._placements = self._place()
+            for name, array in brought.items():
+                self._check_brought(name, array)
+            entries = [f"bucket_bytes={self.bucket_bytes}", *map(repr, self.params)]
+        except ReduceError as error:
+            refused, entries = error, []
+        agree(world.control, "the registry", entries, refused=refused)
+        self._brought = frozenset(brought)
+        last = self.buckets[-1]
+        self.arena_bytes = last.shard_offset + last.shard_bytes if len(brought) < len(self) else 0
+        self._arena: Array = world.runtime.allocate(self.arena_bytes)
+        if brought:
+            # The caller may still be writing to (zeroing) the memory it brings.
+            event = world.runtime.event()
+            event.record(world.runtime.adopt(None))
+            world.stream.wait_event(event)
+        self.shards: Mapping[str, Any] = MappingProxyType(
+            {name: brought[name] if name in brought else self._shard(name) for name in self}
+        )
+
+    def _place(self) -> dict[str, Placement]:
+        specs = {spec.name: spec for spec in self.params}
+        placed = {
+            segment.name: Placement(
+                specs[segment.name], bucket.index, segment, *segment.interval(self.world.rank)
+            )
+            for bucket in self.buckets
+            for segment in bucket.matrix.segments
+        }
+        return {spec.name: placed[spec.name] for spec in self.params}
+
+    def _check_brought(self, name: str, array: Any) -> None:
+        if name not in self._placements:
+            msg = f"shards: no parameter {name!r} among those given"
+            raise LayoutError(msg)
+        try:
+            view = self.world.runtime.read(array, self.world.stream)
+        except ReduceError as error:
+            msg = f"shards: {name!r}: {error}"
+            raise LayoutError(msg) from error
+        place = self._placements[name]
+        numel = place.stop - place.start
+        if view.shape != (numel,) or view.dtype != place.spec.shard_dtype or view.strides:
+            msg = (
+                f"shards: {name!r} is {view.dtype} {view.shape}"
+                f"{' and not contiguous' if view.strides else ''}; rank {self.world.rank} needs a "
+                f"contiguous {place.spec.shard_dtype} ({numel},)"
+            )
+            raise LayoutError(msg)
+
+    def _shard(self, name: str) -> Array:
+        place = self._placements[name]
+        layout, dtype = self.buckets[place.bucket], place.spec.shard_dtype
+        offset = layout.shard_offset + place.segment.column * DTYPES[dtype].itemsize
+        return self.world.runtime.view(self._arena, offset, place.stop - place.start, dtype)
+
+    def owns(self, layout: BucketLayout) -> bool:
+        """Return whether all shards of `layout` lie in this registry's arena."""
+        return self._brought.isdisjoint(layout.names)
+
+    def row(self, layout: BucketLayout) -> Array:
+        """Return the shard memory of one owned layout: `columns` elements of its shard dtype."""
+        return self.world.runtime.view(
+            self._arena, layout.shard_offset, layout.matrix.columns, layout.shard_dtype
+        )
+
+    def targets(self, layout: BucketLayout) -> tuple[Matrix, list[View]]:
+        """Return the one-row matrix to unpack `layout`'s row with, and the arrays it fills.
+
+        An owned row is one array: its columns are the arena's.
+        """
+        read, stream = self.world.runtime.read, self.world.stream
+        columns = layout.matrix.columns
+        if self.owns(layout):
+            whole = Segment("", columns, columns, 0, columns)
+            return Matrix(1, columns, (whole,)), [read(self.row(layout), stream)]
+        views = [read(self.shards[name], stream) for name in layout.names]
+        return layout.matrix.row(self.world.rank), views
+
+    def gather(
+        self,
+        shards: Mapping[str, Any],
+        *,
+        out: Mapping[str, Any] | None = None,
+        stream: Any = None,
+    ) -> dict[str, Any]:
+        """Put per-parameter shards together into full arrays: name -> array of its shape.
+
+        Collective; every rank gives the same names and dtypes (compared, blocking the host, when a
+        set is new). Any shards will do: gradients from `Reducer.wait()`, or a rank's own slices of
+        parameters. The caller's stream waits for the result; the host does not, but allocating
+        without `out` blocks it. Full arrays are copies: editing one changes no shard, and the next
+        gather overwrites `out`.
+
+        Args:
+            shards: name -> flat array of this rank's interval, any supported dtype.
+            out: name -> contiguous array of the parameter's shape and the shard's dtype.
+            stream: the caller's stream; its current one when left out.
+
+        Raises:
+            LayoutError: a wrong name, shape or dtype, before anything is queued.
+            MismatchError: ranks that give different names or dtypes.
+        """
+        self.world.check()
+        return self._gather(shards, out, stream)
+
+    def check_free(self) -> None:
+        """Raise ProtocolError if a reducer writes these shards already."""
+        if self._reducer is not None:
+            msg = "this registry has a reducer already; close() it, or build another registry"
+            raise ProtocolError(msg)
+
+    def claim(self, reducer: object) -> None:
+        """Bind the one reducer that may write these shards."""
+        self.check_free()
+        self._reducer = reducer
+
+    def release(self, reducer: object) -> None:
+        """Unbind a closed reducer. Idempotent."""
+        if self._reducer is reducer:
+            self._reducer = None
+
+    def __getitem__(self, name: str) -> Placement:
+        return self._placements[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Registry {len(self)} parameters in {len(self.buckets)} buckets, "
+            f"rank {self.world.rank} of {self.world.world_size}>"
+        )

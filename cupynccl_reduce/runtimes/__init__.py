@@ -1,0 +1,1 @@
+"""One module per device kind: memory, streams and kernels. Nothing about ranks."""

@@ -1,0 +1,247 @@
+"""The host runtime: NumPy arrays, threads as streams. No GPU and no MPI."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from cupynccl_reduce import dlpack
+from cupynccl_reduce.dtypes import DTYPES
+from cupynccl_reduce.errors import GradientError, LayoutError, ProtocolError
+
+from .queues import CallerStream, HostEvent, HostStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cupynccl_reduce.dlpack import View
+    from cupynccl_reduce.layout import Matrix, Segment
+    from cupynccl_reduce.protocols import Array, Fill, Memory
+
+__all__ = ["HostRuntime"]
+
+TILE = 1 << 15  # elements converted at a time: the temporaries stay in the cache
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def _compute_dtype(source: str, target: str) -> np.dtype[Any]:
+    """Return what is computed in: fp64 where one side is, else fp32; integers as they are."""
+    if not DTYPES[source].is_float:
+        return _numpy_dtype(source)
+    return np.dtype("float64" if "float64" in (source, target) else "float32")
+
+
+class HostRuntime:
+    """Memory, streams and kernels on the host."""
+
+    kind: Literal["cuda", "host"] = "host"
+
+    def __init__(self) -> None:
+        self._caller = CallerStream()
+        self._streams: list[HostStream] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def allocate(self, nbytes: int, *, memory: Memory = "device") -> Array:
+        """Return zeroed bytes that start on a 64-byte boundary."""
+        if memory != "device":
+            msg = f"memory={memory!r} needs a GPU; the host runtime has only memory='device'"
+            raise LayoutError(msg)
+        block = np.zeros(nbytes + 64, np.uint8)
+        start = -block.ctypes.data % 64
+        return block[start : start + nbytes]
+
+    def view(self, array: Array, offset: int, numel: int, dtype: str) -> Array:
+        """Return `numel` elements of `dtype` that start at byte `offset` of `array`."""
+        stop = offset + numel * DTYPES[dtype].itemsize
+        return array[offset:stop].view(_numpy_dtype(dtype))
+
+    def read(self, source: Any, stream: Any) -> View:  # noqa: ARG002  # the host is always ordered
+        """Describe any host array without copying it."""
+        view = dlpack.read(source)
+        if view.device != "cpu":
+            msg = (
+                f"it lies on {view.device}:{view.device_id}, but this world's runtime is 'host'; "
+                "use connect('cuda'), or copy it to the host"
+            )
+            raise GradientError(msg)
+        view.stream = self._caller
+        return view
+
+    def stream(self) -> HostStream:
+        """Return a new queue with a thread of its own."""
+        with self._lock:
+            if self._closed:
+                msg = "this runtime is closed"
+                raise ProtocolError(msg)
+            stream = HostStream(f"host-stream-{len(self._streams)}")
+            self._streams.append(stream)
+        return stream
+
+    def event(self) -> HostEvent:
+        """Return a new event, not recorded."""
+        return HostEvent()
+
+    def adopt(self, stream: Any) -> Any:
+        """Return the caller's stream: program order, unless a HostStream is given."""
+        if stream is None:
+            return self._caller
+        if isinstance(stream, HostStream | CallerStream):
+            return stream
+        msg = f"the host runtime has no stream {stream!r}; leave stream out"
+        raise ProtocolError(msg)
+
+    def pack_kernel(
+        self, matrix: Matrix, source_dtype: str, dtype: str, *, divisor: int = 1
+    ) -> HostPack:
+        """Build the kernel that packs `source_dtype` arrays into a `dtype` matrix."""
+        return HostPack(matrix, source_dtype, dtype, divisor)
+
+    def unpack_kernel(self, matrix: Matrix, dtype: str, target_dtype: str) -> HostUnpack:
+        """Build the kernel that unpacks a `dtype` matrix into `target_dtype` arrays."""
+        return HostUnpack(matrix, dtype, target_dtype)
+
+    def close(self) -> None:
+        """End the streams' threads once their work is done. Idempotent."""
+        with self._lock:
+            self._closed = True
+        for stream in self._streams:
+            stream.close()
+
+
+class HostPack:
+    """protocols.PackKernel in NumPy: tile by tile, so that each byte passes the memory once."""
+
+    def __init__(self, matrix: Matrix, source_dtype: str, dtype: str, divisor: int) -> None:
+        self._matrix = matrix
+        self._divisor = divisor
+        self._compute = _compute_dtype(source_dtype, dtype)
+        self._raw = source_dtype == dtype and divisor == 1
+        self._tiles = [tuple(_tiles(segment)) for segment in matrix.segments]
+
+    def __call__(
+        self, sources: Sequence[Sequence[View]], target: Array, *, fill: Fill, stream: Any
+    ) -> None:
+        """Queue the pack on `stream`; the queue holds the sources until it is done."""
+        stream.submit(partial(self._run, tuple(sources), target, fill))
+
+    def _run(self, sources: Sequence[Sequence[View]], target: Array, fill: Fill) -> None:
+        matrix = target.reshape(self._matrix.rows, self._matrix.columns)
+        for segment, tiles, group in zip(self._matrix.segments, self._tiles, sources, strict=True):
+            block = matrix[:, segment.column : segment.column + segment.columns]
+            flats = [_flat(view) for view in group]
+            for start, stop, rows, columns in tiles:
+                part = block[rows, columns]
+                if not flats:
+                    part[...] = np.nan if fill == "nan" else 0
+                    continue
+                pieces = [flat[start:stop].reshape(part.shape) for flat in flats]
+                if self._raw and len(pieces) == 1:
+                    part[...] = pieces[0]
+                else:
+                    self._reduce(pieces, part)
+            _zero_padding(segment, block)
+
+    def _reduce(self, pieces: Sequence[Array], part: Array) -> None:
+        total = pieces[0]
+        if len(pieces) > 1 or total.dtype != self._compute:
+            total = total.astype(self._compute)
+        for piece in pieces[1:]:
+            total += piece.astype(self._compute, copy=False)
+        if self._divisor == 1:
+            part[...] = total
+        elif part.dtype == self._compute:
+            np.divide(total, self._divisor, out=part)
+        else:
+            part[...] = np.divide(total, self._divisor)
+
+
+class HostUnpack:
+    """protocols.UnpackKernel in NumPy."""
+
+    def __init__(self, matrix: Matrix, dtype: str, target_dtype: str) -> None:
+        self._matrix = matrix
+        self._compute = _compute_dtype(dtype, target_dtype)
+        self._tiles = [tuple(_tiles(segment)) for segment in matrix.segments]
+
+    def __call__(
+        self, source: Array, targets: Sequence[View], *, accumulate: bool, stream: Any
+    ) -> None:
+        """Queue the unpack on `stream`."""
+        stream.submit(partial(self._run, source, tuple(targets), accumulate))
+
+    def _run(self, source: Array, targets: Sequence[View], accumulate: bool) -> None:  # noqa: FBT001
+        matrix = source.reshape(self._matrix.rows, self._matrix.columns)
+        for segment, tiles, view in zip(self._matrix.segments, self._tiles, targets, strict=True):
+            block = matrix[:, segment.column : segment.column + segment.columns]
+            flat = _flat(view)
+            for start, stop, rows, columns in tiles:
+                part = block[rows, columns]
+                out = flat[start:stop].reshape(part.shape)
+                if accumulate:
+                    out[...] = out.astype(self._compute, copy=False) + part.astype(
+                        self._compute, copy=False
+                    )
+                else:
+                    out[...] = part
+
+
+def _tiles(segment: Segment) -> Iterator[tuple[int, int, slice, slice]]:
+    """Cut a segment into `(start, stop)` of the flat array and the rows and columns they fill.
+
+    Whole rows go together up to TILE elements; a longer row is cut, the last may be short.
+    """
+    width = segment.width
+    if not segment.numel:
+        return
+    whole = segment.numel // width
+    step = max(1, TILE // width)
+    for row in range(0, whole if width <= TILE else 0, step):
+        stop = min(row + step, whole)
+        yield row * width, stop * width, slice(row, stop), slice(0, width)
+    for row in range(0 if width > TILE else whole, -(-segment.numel // width)):
+        begin, end = segment.interval(row)
+        for start in range(begin, end, TILE):
+            stop = min(start + TILE, end)
+            columns = slice(start - begin, stop - begin)
+            yield start, stop, slice(row, row + 1), columns
+
+
+def _zero_padding(segment: Segment, block: Array) -> None:
+    """Zero what no element fills: columns past the width, and rows past the last element."""
+    block[:, segment.width :] = 0
+    if segment.width:
+        whole, rest = divmod(segment.numel, segment.width)
+        if whole < len(block):
+            block[whole, rest:] = 0
+            block[whole + 1 :] = 0
+
+
+def _flat(view: View) -> Array:
+    """Return the logical elements of `view` in order: a view where contiguous, else a copy."""
+    dtype = _numpy_dtype(view.dtype)
+    if 0 in view.shape:
+        return np.empty(0, dtype)
+    if view.strides is None:
+        numel = 1
+        for extent in view.shape:
+            numel *= extent
+        return np.frombuffer(_memory(view.pointer, numel * dtype.itemsize), dtype)
+    reach = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]
+    below = sum(r for r in reach if r < 0) * dtype.itemsize
+    span = sum(abs(r) for r in reach) * dtype.itemsize + dtype.itemsize
+    memory = _memory(view.pointer + below, span)
+    strides = tuple(stride * dtype.itemsize for stride in view.strides)
+    return np.ndarray(view.shape, dtype, memory, -below, strides).reshape(-1)
+
+
+def _memory(pointer: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(pointer)).cast("B")

@@ -1,0 +1,247 @@
+"""Join a world: the one place that picks a runtime, a communicator and a side channel."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from .agreement import agree
+from .control.local import LocalControl
+from .errors import CommunicationError, LayoutError, MismatchError, ReduceError
+from .launcher import Launcher, check_world, device_index, find_launcher
+from .meeting import Meeting
+from .protocols import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .protocols import Control
+
+__all__ = ["connect", "run_local"]
+
+T = TypeVar("T")
+
+
+def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: bool = False) -> World:
+    """Join the world that the launcher started, and return it; collective, blocks the host.
+
+    "auto" is CUDA with NCCL if this rank sees a GPU, else NumPy with MPI; "cuda" and "host" insist.
+    Without a launcher the world is this process alone. There is no silent fallback: a visible GPU
+    with a missing or broken CuPy or NCCL is an error, and so are ranks that would differ.
+
+    Args:
+        runtime: which kind of device the gradients lie on.
+        share_gpu: let several ranks of one host use one GPU. NCCL refuses that unless every rank
+            claims another host and talks over sockets, which this arranges through NCCL_HOSTID,
+            NCCL_SOCKET_IFNAME and NCCL_NET; NCCL reads them once per process, so no NCCL
+            communicator may exist in it before. One host only.
+
+    Raises:
+        LayoutError: what is missing or cannot work, with what to install or set.
+        MismatchError: ranks that would run on different runtimes, or share a GPU unasked.
+        CommunicationError: NCCL could not be started.
+    """
+    launcher = find_launcher(os.environ)
+    control = _connect_control(launcher)
+    refused: ReduceError | None = None
+    entries: list[str] = []
+    gpus = 0
+    try:
+        if runtime not in ("auto", "cuda", "host"):
+            msg = f"runtime must be 'auto', 'cuda' or 'host', not {runtime!r}"
+            raise LayoutError(msg)
+        gpus = 0 if runtime == "host" else _count_gpus()
+        if runtime == "cuda" or gpus:
+            device = device_index(launcher, gpus, share_gpu=share_gpu)
+            _check_cuda()
+            entries = ["runtime cuda"]
+        elif share_gpu:
+            msg = "share_gpu=True, but this rank sees no GPU; leave it out, or make one visible"
+            raise LayoutError(msg)
+        else:
+            entries = ["runtime host"]
+    except ReduceError as error:
+        refused = error
+    agree(control, "what to connect with", [*entries, f"{share_gpu=}"], refused=refused)
+    if entries == ["runtime cuda"]:
+        return _connect_cuda(launcher, control, device, share_gpu=share_gpu)
+    return _connect_host(launcher, control)
+
+
+def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
+    """Run `function(world)` on `world_size` threads, each a rank on the host runtime.
+
+    Blocks until all have returned; returns their results in rank order. If one raises, the others
+    are freed with a CommunicationError and the first failure is raised, with its rank as a note.
+    """
+    from .communicators.local import LocalCommunicator
+    from .runtimes.host import HostRuntime
+
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        msg = f"world_size must be an integer >= 1, not {world_size!r}"
+        raise LayoutError(msg)
+    data, side = Meeting(world_size), Meeting(world_size)
+    results: list[Any] = [None] * world_size
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            host = HostRuntime()
+            with World(
+                rank,
+                world_size,
+                rank,
+                host,
+                LocalCommunicator(data, rank),
+                LocalControl(side, rank),
+                host.stream(),
+            ) as world:
+                results[rank] = function(world)
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
+            error.add_note(f"on rank {rank} of {world_size} (run_local)")
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        # Whoever was freed by another's failure is a consequence, not the cause.
+        causes = [e for e in failures if not isinstance(e, CommunicationError)]
+        raise (causes or failures)[0]
+    return results
+
+
+def _connect_control(launcher: Launcher) -> Control:
+    if launcher.name == "none":
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.Is_initialized():
+            check_world(launcher, mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank())
+        return LocalControl(Meeting(1), 0)
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        msg = (
+            f"{launcher.name} started rank {launcher.rank} of {launcher.world_size}, but mpi4py "
+            f"does not load ({error}); pip install 'cupynccl-reduce[mpi]'"
+        )
+        raise LayoutError(msg) from error
+    from .control.mpi import MpiControl
+
+    check_world(launcher, MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank())
+    return MpiControl(MPI.COMM_WORLD)
+
+
+def _connect_host(launcher: Launcher, control: Control) -> World:
+    from .runtimes.host import HostRuntime
+
+    communicator: Any
+    if launcher.name == "none":
+        from .communicators.local import LocalCommunicator
+
+        communicator = LocalCommunicator(Meeting(1), 0)
+    else:
+        from mpi4py import MPI
+
+        from .communicators.mpi import MpiCommunicator
+
+        communicator = MpiCommunicator(MPI.COMM_WORLD)
+    host = HostRuntime()
+    return World(
+        launcher.rank,
+        launcher.world_size,
+        launcher.local_rank,
+        host,
+        communicator,
+        control,
+        host.stream(),
+    )
+
+
+def _connect_cuda(launcher: Launcher, control: Control, device: int, *, share_gpu: bool) -> World:
+    if share_gpu and launcher.world_size > 1:
+        # Read by NCCL when it first starts in this process.
+        os.environ["NCCL_HOSTID"] = f"cupynccl-reduce-{launcher.rank}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        os.environ["NCCL_NET"] = "Socket"
+    from .communicators.nccl import NcclCommunicator, unique_id
+    from .runtimes.cuda import CudaRuntime, bus_id
+
+    _check_places(control, bus_id(device), share_gpu=share_gpu)
+    first = unique_id() if launcher.rank == 0 and launcher.world_size > 1 else b""
+    token = control.all_gather(first)[0]
+    cuda = CudaRuntime(device)
+    communicator = NcclCommunicator(launcher.world_size, token, launcher.rank, device)
+    return World(
+        launcher.rank,
+        launcher.world_size,
+        launcher.local_rank,
+        cuda,
+        communicator,
+        control,
+        cuda.stream(),
+    )
+
+
+def _check_places(control: Control, bus: str, *, share_gpu: bool) -> None:
+    """Raise on every rank if two ranks are on one GPU unasked, or share GPUs across hosts."""
+    places = [p.decode() for p in control.all_gather(f"{socket.gethostname()} {bus}".encode())]
+    if share_gpu:
+        hosts = sorted({place.split()[0] for place in places})
+        if len(hosts) > 1:
+            msg = f"share_gpu=True works on one host only; these ranks are on {', '.join(hosts)}"
+            raise LayoutError(msg)
+        return
+    by_place: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        by_place.setdefault(place, []).append(rank)
+    for place, ranks in by_place.items():
+        if len(ranks) > 1:
+            host, gpu = place.split()
+            msg = (
+                f"ranks {', '.join(map(str, ranks))} are all on GPU {gpu} of {host}; start at most "
+                "one rank per GPU, or put several on one with connect(share_gpu=True)"
+            )
+            raise MismatchError(msg)
+
+
+def _count_gpus() -> int:
+    """Return how many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES counts)."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0  # no driver, so no GPU
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _check_cuda() -> None:
+    """Raise LayoutError, saying what to install, unless CuPy and its NCCL load."""
+    try:
+        import cupy
+        from cupy.cuda import nccl
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # a broken CuPy raises ImportError, RuntimeError, CUDA errors
+        msg = (
+            f"this rank sees a GPU, but CuPy does not work ({type(error).__name__}: {error}); "
+            "pip install 'cupynccl-reduce[cuda12]' (or [cuda13], as the driver needs), or choose "
+            "connect('host')"
+        )
+        raise LayoutError(msg) from error
+    if not nccl.available:
+        msg = (
+            f"CuPy {cupy.__version__} finds no NCCL; pip install nvidia-nccl-cu12 (or -cu13), or "
+            "choose connect('host')"
+        )
+        raise LayoutError(msg)
