@@ -7,8 +7,9 @@ The innermost launcher wins, because only its variables describe this process:
 3. MPICH and its kin (`PMI_RANK` with `MPI_LOCALRANKID`), also inside a SLURM allocation.
 4. A SLURM step: `SLURM_STEP_ID` and `SLURM_PROCID`. `sbatch` sets `SLURM_PROCID=0` and
    `SLURM_NTASKS` for its script, and `salloc` sets `SLURM_NTASKS`, though neither started ranks:
-   only a step has an id, and `SLURM_STEP_NUM_TASKS` counts its tasks (1 in salloc's interactive
-   step). `srun` with PMI-2 also sets `PMI_RANK`, but no local rank: that is a SLURM step too.
+   only a step has an id or a rank above 0, and `SLURM_STEP_NUM_TASKS` counts its tasks (1 in
+   salloc's interactive step). `srun` with PMI-2 also sets `PMI_RANK`, but no local rank: that is a
+   SLURM step too. Where a site hides the step's variables, `SLURM_NTASKS` has to do.
 5. `RANK`, `WORLD_SIZE` and `MASTER_ADDR` with none of the above are refused like torchrun.
 6. None of them: one process, rank 0 of 1.
 """
@@ -38,7 +39,10 @@ _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What the launcher says about this process. `local_size` counts this host's ranks."""
+    """What the launcher says about this process.
+
+    `local_size` counts this host's ranks; where SLURM does not tell, those up to this one.
+    """
 
     name: Literal["Open MPI", "MPICH", "SLURM", "none"]
     rank: int
@@ -57,7 +61,9 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         raise _refuse_torchrun(environ, "TORCHELASTIC_RUN_ID")
     if "OMPI_COMM_WORLD_RANK" in environ:
         return Launcher("Open MPI", *_positions(environ, *_OPEN_MPI))
-    in_step = "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
+    in_step = "SLURM_PROCID" in environ and (
+        "SLURM_STEP_ID" in environ or environ["SLURM_PROCID"] != "0"
+    )
     if "PMI_RANK" in environ and ("MPI_LOCALRANKID" in environ or not in_step):
         return Launcher("MPICH", *_positions(environ, *_MPICH))
     if in_step:
@@ -116,9 +122,12 @@ def device_index(launcher: Launcher, visible_devices: int, *, share_gpu: bool = 
 
 def _find_slurm(environ: Mapping[str, str]) -> Launcher:
     rank = _integer(environ, "SLURM_PROCID")
-    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS")
-    _check_position("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world_size)
+    tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _integer(environ, tasks_name)
+    _check_position("SLURM_PROCID", rank, tasks_name, world_size)
     local_rank = _integer(environ, "SLURM_LOCALID")
+    if "SLURM_STEP_TASKS_PER_NODE" not in environ:
+        return Launcher("SLURM", rank, world_size, local_rank, local_rank + 1)
     tasks = _tasks_per_node(environ, "SLURM_STEP_TASKS_PER_NODE")
     node = _integer(environ, "SLURM_NODEID")
     _check_position("SLURM_NODEID", node, "nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
