@@ -92,8 +92,8 @@ def read(source: Any, *, stream: int | None = None) -> View:
 
     A type with the C exchange API (torch >= 2.10) says on which stream it works: for CUDA arrays
     `view.stream` is that raw handle, never 0 (1 is the legacy default stream), and `stream` is not
-    used. Any other CUDA producer is asked to make `stream` wait (a raw handle in DLPack's numbering:
-    1 legacy default, 2 per-thread default; None is the legacy default); `view.stream` is None.
+    used. Any other CUDA producer is asked to make `stream` wait (a raw handle in DLPack's
+    numbering: 1 or None legacy default, 2 per-thread default), and `view.stream` is None.
     Does not block the host. Resizing the array or replacing its storage ends the view's validity.
 
     Raises:
@@ -179,8 +179,8 @@ def _read_capsule(source: Any, stream: int | None) -> View:
     try:
         capsule = _export(source, stream)
     except Exception as cause:  # the producer's code may raise anything
-        dtype = getattr(source, "dtype", None)
-        if isinstance(cause, BufferError) and getattr(dtype, "name", None) == "bfloat16":
+        dtype = getattr(getattr(source, "dtype", None), "name", None)
+        if dtype == "bfloat16" and isinstance(cause, BufferError) and hasattr(source, "view"):
             # NumPy refuses ml_dtypes' bfloat16. The same bits, called float16, it exports.
             view = _read_capsule(source.view("float16"), stream)
             view.dtype = "bfloat16"
