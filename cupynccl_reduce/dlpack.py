@@ -36,7 +36,10 @@ NAMES = {
 unpack_tensor = struct.Struct("=QiiiIQQQ").unpack_from
 unpack_version = struct.Struct("=II").unpack_from
 UNPACK_INTEGERS = {n: struct.Struct(f"={n}q").unpack_from for n in range(MAX_NDIM + 1)}
-VERSIONED_TENSOR = 32  # where DLManagedTensorVersioned has its DLTensor, after its flags
+unpack_flags = struct.Struct("=Q").unpack_from
+# DLManagedTensorVersioned {version, manager_ctx, deleter, flags, dl_tensor}
+FLAGS, VERSIONED_TENSOR = 24, 32
+READ_ONLY, IS_COPIED = 1, 2  # bits of its flags
 # The address space as one buffer: reading at an address then makes no ctypes object.
 MEMORY = (ctypes.c_char * sys.maxsize).from_address(0)
 
@@ -74,7 +77,8 @@ class View:
 
     `strides` are in elements; None means C-contiguous (strides of size-1 dimensions ignored).
     `device` is "cpu" or "cuda". `stream` is the producer's stream (a runtime's Stream object, or a
-    raw handle as an int), or None where the producer has ordered itself already.
+    raw handle as an int), or None where the producer has ordered itself already. What is written
+    to the memory reaches the array only where `writable`.
     """
 
     pointer: int
@@ -85,6 +89,7 @@ class View:
     device_id: int
     stream: Any
     owner: Any
+    writable: bool = True
 
 
 def read(source: Any, *, stream: int | None = None) -> View:
@@ -145,6 +150,7 @@ def _exchange_reader(
 
     def read_exchange(source: Any, _stream: int | None) -> View:
         tensor = DLTensor()
+        given = source
         try:
             if autograd and (source.requires_grad or source.is_neg()):
                 source = _resolve(source)
@@ -154,6 +160,8 @@ def _exchange_reader(
         except Exception as cause:  # the producer's code may raise anything
             raise _refusal(source, cause) from cause
         view = _view(tensor, 0, source, source)
+        if source is not given:
+            view.writable = False  # a copy with the sign resolved
         if view.device == "cuda":
             # `tensor` has been read, so its first word can take the stream.
             current_stream(CUDA, view.device_id, tensor)
@@ -197,7 +205,9 @@ def _read_capsule(source: Any, stream: int | None) -> View:
         if major != VERSION[0]:
             problem = f"exports DLPack {major}.{minor}, which cannot be read"
             raise GradientTypeError(_text(source, problem, COPY))
-        return _view(MEMORY, address + VERSIONED_TENSOR, source, owner)
+        view = _view(MEMORY, address + VERSIONED_TENSOR, source, owner)
+        view.writable = not unpack_flags(MEMORY, address + FLAGS)[0] & (READ_ONLY | IS_COPIED)
+        return view
     try:
         address = capsule_pointer(id(capsule), b"dltensor")
     except ValueError as cause:

@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from .layout import ParamSpec
     from .protocols import Array, PackKernel, UnpackKernel, World
 
-__all__ = ["ShardGather"]
+__all__ = ["ShardGather", "check_writable"]
+
+
+def check_writable(what: str, view: View, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise LayoutError unless results can be written straight into the memory of `view`."""
+    if view.shape == shape and view.dtype == dtype and view.strides is None and view.writable:
+        return
+    flaws = ["not contiguous"] * bool(view.strides) + ["not writable"] * (not view.writable)
+    msg = (
+        f"{what} is {' and '.join([f'{view.dtype} {view.shape}', *flaws])}; "
+        f"give a contiguous, writable {dtype} {shape}"
+    )
+    raise LayoutError(msg)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,13 +158,7 @@ class ShardGather:
         for name, array in out.items():
             view = self._read(name, array, "out")
             spec = self._specs[name]
-            if view.shape != spec.shape or view.dtype != sources[name].dtype or view.strides:
-                msg = (
-                    f"gather: out {name!r} is {view.dtype} {view.shape}"
-                    f"{' and not contiguous' if view.strides else ''}; give a contiguous "
-                    f"{sources[name].dtype} {spec.shape}"
-                )
-                raise LayoutError(msg)
+            check_writable(f"gather: out {name!r}", view, spec.shape, sources[name].dtype)
             views[name] = view
         return views
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .agreement import agree
 from .dtypes import DTYPES
 from .errors import LayoutError, ProtocolError, ReduceError
-from .gather import ShardGather
+from .gather import ShardGather, check_writable
 from .layout import BucketLayout, Matrix, ParamSpec, Segment, plan_buckets
 
 if TYPE_CHECKING:
@@ -115,14 +115,9 @@ class Registry(Mapping[str, Placement]):
             msg = f"shards: {name!r}: {error}"
             raise LayoutError(msg) from error
         place = self._placements[name]
-        numel = place.stop - place.start
-        if view.shape != (numel,) or view.dtype != place.spec.shard_dtype or view.strides:
-            msg = (
-                f"shards: {name!r} is {view.dtype} {view.shape}"
-                f"{' and not contiguous' if view.strides else ''}; rank {self.world.rank} needs a "
-                f"contiguous {place.spec.shard_dtype} ({numel},)"
-            )
-            raise LayoutError(msg)
+        shape = (place.stop - place.start,)
+        what = f"shards: {name!r} of rank {self.world.rank}"
+        check_writable(what, view, shape, place.spec.shard_dtype)
 
     def _shard(self, name: str) -> Array:
         place = self._placements[name]
