@@ -57,7 +57,9 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
         gpus = 0 if runtime == "host" else _count_gpus()
         if runtime == "cuda" or gpus:
             device = device_index(launcher, gpus, share_gpu=share_gpu)
-            _check_cuda()
+            if share_gpu and launcher.world_size > 1:
+                _claim_hosts(launcher.rank)
+            cuda, nccl = _load_cuda()
             entries = ["runtime cuda"]
         elif share_gpu:
             msg = "share_gpu=True, but this rank sees no GPU; leave it out, or make one visible"
@@ -68,7 +70,12 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
         refused = error
     agree(control, "what to connect with", [*entries, f"{share_gpu=}"], refused=refused)
     if entries == ["runtime cuda"]:
-        return _connect_cuda(launcher, control, device, share_gpu=share_gpu)
+        # The bus id of a GPU says which of a host's GPUs an index means.
+        _check_places(control, cuda.bus_id(device), share_gpu=share_gpu)
+        first = nccl.unique_id() if launcher.rank == 0 and launcher.world_size > 1 else b""
+        token = control.all_gather(first)[0]
+        communicator = nccl.NcclCommunicator(launcher.world_size, token, launcher.rank, device)
+        return _join(launcher, cuda.CudaRuntime(device), communicator, control)
     return _connect_host(launcher, control)
 
 
@@ -154,41 +161,39 @@ def _connect_host(launcher: Launcher, control: Control) -> World:
         from .communicators.mpi import MpiCommunicator
 
         communicator = MpiCommunicator(MPI.COMM_WORLD)
-    host = HostRuntime()
+    return _join(launcher, HostRuntime(), communicator, control)
+
+
+def _join(launcher: Launcher, runtime: Any, communicator: Any, control: Control) -> World:
     return World(
         launcher.rank,
         launcher.world_size,
         launcher.local_rank,
-        host,
+        runtime,
         communicator,
         control,
-        host.stream(),
+        runtime.stream(),
     )
 
 
-def _connect_cuda(launcher: Launcher, control: Control, device: int, *, share_gpu: bool) -> World:
-    if share_gpu and launcher.world_size > 1:
-        # Read by NCCL when it first starts in this process.
-        os.environ["NCCL_HOSTID"] = f"cupynccl-reduce-{launcher.rank}"
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        os.environ["NCCL_NET"] = "Socket"
-    from .communicators.nccl import NcclCommunicator, unique_id
-    from .runtimes.cuda import CudaRuntime, bus_id
-
-    _check_places(control, bus_id(device), share_gpu=share_gpu)
-    first = unique_id() if launcher.rank == 0 and launcher.world_size > 1 else b""
-    token = control.all_gather(first)[0]
-    cuda = CudaRuntime(device)
-    communicator = NcclCommunicator(launcher.world_size, token, launcher.rank, device)
-    return World(
-        launcher.rank,
-        launcher.world_size,
-        launcher.local_rank,
-        cuda,
-        communicator,
-        control,
-        cuda.stream(),
-    )
+def _claim_hosts(rank: int) -> None:
+    """Let this rank's NCCL claim a host of its own. NCCL reads this once per process."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        msg = (
+            "share_gpu=True, but torch.distributed is initialised and may have started NCCL; "
+            "connect() first"
+        )
+        raise LayoutError(msg)
+    ours = {
+        "NCCL_HOSTID": f"cupynccl-reduce-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+    }
+    for name, value in ours.items():
+        if os.environ.setdefault(name, value) != value:
+            msg = f"share_gpu=True sets {name}={value}, but it is {os.environ[name]!r}; unset it"
+            raise LayoutError(msg)
 
 
 def _check_places(control: Control, bus: str, *, share_gpu: bool) -> None:
@@ -225,23 +230,20 @@ def _count_gpus() -> int:
     return count.value
 
 
-def _check_cuda() -> None:
-    """Raise LayoutError, saying what to install, unless CuPy and its NCCL load."""
+def _load_cuda() -> tuple[Any, Any]:
+    """Return the modules of the cuda runtime and of NCCL; say what to install if they fail."""
     try:
-        import cupy
-        from cupy.cuda import nccl
+        from .communicators import nccl
+        from .runtimes import cuda
 
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # a broken CuPy raises ImportError, RuntimeError, CUDA errors
+        nccl.check_usable()
+    except LayoutError:
+        raise
+    except Exception as error:  # a broken CuPy raises ImportError, RuntimeError, CUDA's errors
         msg = (
             f"this rank sees a GPU, but CuPy does not work ({type(error).__name__}: {error}); "
             "pip install 'cupynccl-reduce[cuda12]' (or [cuda13], as the driver needs), or choose "
             "connect('host')"
         )
         raise LayoutError(msg) from error
-    if not nccl.available:
-        msg = (
-            f"CuPy {cupy.__version__} finds no NCCL; pip install nvidia-nccl-cu12 (or -cu13), or "
-            "choose connect('host')"
-        )
-        raise LayoutError(msg)
+    return cuda, nccl

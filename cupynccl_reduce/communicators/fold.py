@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,14 +23,14 @@ def fold(rows: Sequence[Array], recv: Array, dtype: str, op: Op) -> None:
     """Write the sum of `rows` (their mean for "avg") into `recv`, which may be one of them.
 
     16-bit floats are summed in fp32 and rounded once. The order is that of `rows`, so the result
-    does not depend on how an array is cut.
+    does not depend on how an array is cut. One row is copied bit for bit.
     """
     compute = np.float32 if DTYPES[dtype].itemsize == 2 else recv.dtype  # noqa: PLR2004
-    for start in range(0, recv.size, TILE):
-        tile = slice(start, start + TILE)
-        total = rows[0][tile].astype(compute)
-        for row in rows[1:]:
-            total += row[tile].astype(compute, copy=False)
-        if op == "avg":
-            total /= len(rows)
-        recv[tile] = total
+    with np.errstate(all="ignore"):  # an overflow is infinity and no warning, as on a GPU
+        for start in range(0, recv.size, TILE):
+            tile = slice(start, start + TILE)
+            if len(rows) == 1:
+                recv[tile] = rows[0][tile]
+                continue
+            total = reduce(np.add, (row[tile].astype(compute, copy=False) for row in rows))
+            recv[tile] = np.divide(total, len(rows)) if op == "avg" else total

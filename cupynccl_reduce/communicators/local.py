@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from cupynccl_reduce.errors import MismatchError
 
 from .fold import fold
@@ -29,11 +31,7 @@ class LocalCommunicator:
 
     def reduce_scatter(self, send: Array, recv: Array, dtype: str, op: Op, stream: Any) -> None:
         """Queue: `recv` becomes row `rank` of the sum over ranks of `send`."""
-        if self.world_size == 1:
-            stream.submit(partial(_copy, send, recv))
-            return
-        start = self.rank * recv.size
-        row = slice(start, start + recv.size)
+        row = slice(self.rank * recv.size, (self.rank + 1) * recv.size)
 
         def use(sends: Sequence[Array]) -> None:
             fold([peer[row] for peer in sends], recv, dtype, op)
@@ -42,17 +40,18 @@ class LocalCommunicator:
 
     def all_gather(self, send: Array, recv: Array, dtype: str, stream: Any) -> None:
         """Queue: row r of `recv` becomes rank r's `send`."""
+        rows = recv.reshape(self.world_size, send.size)
 
         def use(sends: Sequence[Array]) -> None:
-            for row, peer in zip(recv.reshape(self.world_size, -1), sends, strict=True):
+            for row, peer in zip(rows, sends, strict=True):
                 _copy(peer, row)
 
         self._queue(f"all_gather {dtype} {send.size}", send, use, stream)
 
     def all_reduce(self, send: Array, recv: Array, dtype: str, op: Op, stream: Any) -> None:
         """Queue: `recv` becomes the sum over ranks of `send`."""
-        # A copy travels: where recv is send, a slower peer would read what was already reduced.
-        total = recv.copy()
+        # Summed beside `recv`: where that is `send`, a slower peer would read what is reduced.
+        total = np.empty_like(recv)
 
         def use(sends: Sequence[Array]) -> None:
             fold(sends, total, dtype, op)

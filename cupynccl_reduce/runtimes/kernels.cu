@@ -2,13 +2,14 @@
 //
 // A matrix has rows x columns elements; each segment owns some columns of it. Element j of a
 // segment's flat array is row j / width, column j % width of those columns; the rest is padding.
-// A thread block works on one tile: a run of "groups" of one segment, counted along its rows. A
-// group is V neighbouring columns, as many as give the wider of the two dtypes 16 bytes, and moves
-// as one word where everything is aligned; else the same code runs with groups of one element.
+// A thread block works on one tile of one segment: part of a long row, or several short rows.
 //
-//     one segment, width 11, columns 12, V 4       groups 0 1 2 | 3 4 5 | ...  row by row
-//         row 0   [ 0  1  2  3][ 4  5  6  7][ 8  9 10  .]
-//         row 1   [11 12 13 14][15 16 17 18][19 20  .  .]     . is padding: zero after pack
+//     a segment of width 11, columns 12, two rows, numel 21
+//         row 0   [ 0  1  2  3][ 4  5  6  7][ 8  9 10  .]      . is padding: zero after pack
+//         row 1   [11 12 13 14][15 16 17 18][19 20  .  .]      [ ] is one 16-byte word
+//
+// Where a row of the array and of the matrix are both aligned, a thread moves whole words (16 bytes
+// of the wider dtype); elsewhere, and at the ends, neighbouring threads move neighbouring elements.
 //
 // No header is included, so that any NVRTC compiles this; 16-bit floats are their bits.
 
@@ -22,14 +23,19 @@ using float64 = double;
 struct float16 { uint16 bits; };
 struct bfloat16 { uint16 bits; };
 
+#ifndef BLOCKS
+#define BLOCKS 4
+#endif
 constexpr int THREADS = 256;
-constexpr int AT_ONCE = 16;   // elements a thread loads before it stores any: hides the latency
 constexpr int ENTRIES = 496;  // all arguments together must stay under 4 KiB
 
 struct Segment {
     int64 numel, width, column, columns;
-    int64 groups;      // per row
-    int64 first_tile;  // of all tiles of the matrix
+    int64 first_tile;    // of all tiles of the matrix
+    int64 chunks;        // tiles in one row, at least 1
+    int64 chunk;         // columns of one tile
+    int64 rows;          // of one tile
+    int64 lanes;         // threads that share a row: a power of two, at most THREADS
 };
 
 struct Arguments {
@@ -40,10 +46,8 @@ struct Arguments {
     float64 divisor;       // or its reciprocal, where that is exact
     uint32 first_tile;     // of this launch
     uint32 first_segment;  // of this launch: entries[0] is its
-    uint32 tile_groups;
     uint32 tail;  // entries from here on are the lists that segments with several arrays point to
-    uint32 mode;  // pack: DIVIDE, SCALE or neither, NAN_FILL; unpack: ACCUMULATE
-    uint32 unused;
+    uint32 mode;  // the flags below
     // One per segment: 0 (no array), a pointer, or LIST | count << 32 | first (in the tail).
     // By value: the launch takes a snapshot, and a CUDA graph keeps it.
     uint64 entries[ENTRIES];
@@ -51,7 +55,7 @@ struct Arguments {
 static_assert(sizeof(Arguments) <= 4096, "kernel arguments are limited to 4 KiB");
 
 enum : uint32 { DIVIDE = 1, SCALE = 2, NAN_FILL = 4, ACCUMULATE = 8 };
-constexpr uint64 LIST = 1ull << 63;
+enum : uint64 { LIST = 1ull << 63 };
 
 // ---- arithmetic -------------------------------------------------------------------------------
 // CuPy compiles with -ftz=true, which makes subnormal floats zero. PTX instructions written out
@@ -112,7 +116,7 @@ template <> struct Sum<uint64, uint64> { using type = uint64; };
 
 template <class S, class T> constexpr bool same = false;
 template <class T> constexpr bool same<T, T> = true;
-template <class T> constexpr bool is_float = !same<typename Sum<T, T>::type, T> || same<T, float32> || same<T, float64>;
+template <class T> constexpr bool is_integer = same<T, uint8> || same<T, uint32> || same<T, uint64>;
 
 // ---- memory -----------------------------------------------------------------------------------
 
@@ -131,247 +135,217 @@ template <class T, int V> union Lanes {
     __device__ void store(T* p) const { *reinterpret_cast<decltype(word)*>(p) = word; }
 };
 
-template <class S, class T> constexpr int widest = 16 / (sizeof(S) > sizeof(T) ? sizeof(S) : sizeof(T));
-template <int V> constexpr int unroll = V < AT_ONCE ? AT_ONCE / V : 1;
-
-template <class T, int V> __device__ bool aligned(const void* p) {
+template <class T, int V> __device__ bool aligned(const T* p) {
     return reinterpret_cast<uint64>(p) % (sizeof(T) * V) == 0;
 }
 
-// Whether every group of V in this segment starts on a word of the matrix, and of an aligned array.
-template <class T, int V> __device__ bool rows_aligned(const Arguments& a, const Segment& segment) {
-    return aligned<T, V>(static_cast<const T*>(a.matrix) + segment.column) &&
-           (a.rows == 1 || (segment.width % V == 0 && a.columns % V == 0));
-}
+// Elements that make 16 bytes of the wider dtype.
+template <class S, class T> constexpr int widest = 16 / (sizeof(S) > sizeof(T) ? sizeof(S) : sizeof(T));
 
-struct Place {
-    int64 flat, cell;  // where the group starts, in the flat array and in the matrix
-    int n, columns;    // how many of its elements the flat array has, and the matrix
-};
+// Words that a thread loads before it stores any: hides the latency of memory.
+#ifndef UN
+#define UN 4
+#endif
+#ifndef U1
+#define U1 4
+#endif
+template <int V> constexpr int unroll = V > 4 ? 2 : V > 1 ? UN : U1;
 
-// The groups of one thread: every THREADS-th of its block's tile. WIDEST is what tiles are counted
-// in; the walk itself goes in groups of V.
-template <int V, int WIDEST> struct Walk {
+// A tile, and this thread's place in it. The segment is read again for each row (from the cache):
+// kept in registers, it would leave fewer threads room.
+struct Tile {
     const Segment& segment;
-    int64 row_length, groups, row, group;
-    uint32 at, end, row_step, group_step;
+    int64 row, row_end, column;
+    int columns, lane, lanes;
 
-    __device__ Walk(const Arguments& a, const Segment& s, uint32 tile)
-        : segment(s), row_length(a.columns), groups(s.groups * (WIDEST / V)) {
-        const int64 first = (tile - s.first_tile) * a.tile_groups;
-        const int64 left = a.rows * s.groups - first;
-        at = threadIdx.x;
-        end = (left < a.tile_groups ? static_cast<uint32>(left) : a.tile_groups) * (WIDEST / V);
-        // The only divisions; from here on the position is stepped.
-        row = (first * (WIDEST / V) + at) / groups;
-        group = (first * (WIDEST / V) + at) % groups;
-        const bool wide = groups > THREADS;
-        row_step = wide ? 0 : THREADS / static_cast<uint32>(groups);
-        group_step = wide ? THREADS : THREADS % static_cast<uint32>(groups);
+    __device__ Tile(const Arguments& a, uint32 tile, uint32 index) : segment(a.segments[index]) {
+        const uint32 at = tile - static_cast<uint32>(segment.first_tile);
+        const uint32 chunks = static_cast<uint32>(segment.chunks);
+        const int64 top = at / chunks * segment.rows;
+        lanes = static_cast<int>(segment.lanes);
+        lane = threadIdx.x % lanes;
+        row = top + threadIdx.x / lanes;
+        row_end = top + segment.rows < a.rows ? top + segment.rows : a.rows;
+        column = at % chunks * segment.chunk;
+        const int64 rest = segment.columns - column;
+        columns = static_cast<int>(rest < segment.chunk ? rest : segment.chunk);
     }
 
-    __device__ Place next() {
-        Place place = {0, 0, 0, 0};
-        const int64 column = group * V;
-        const int64 columns = segment.columns - column;
-        if (at < end && columns > 0) {
-            place.flat = row * segment.width + column;
-            place.cell = row * row_length + segment.column + column;
-            const int64 in_row = segment.width - column;
-            const int64 in_array = segment.numel - place.flat;
-            const int64 n = in_row < in_array ? in_row : in_array;
-            place.n = n < 0 ? 0 : n < V ? static_cast<int>(n) : V;
-            place.columns = columns < V ? static_cast<int>(columns) : V;
-        }
-        at += THREADS;
-        row += row_step;
-        group += group_step;
-        if (group >= groups) {
-            group -= groups;
-            ++row;
-        }
-        return place;
+    __device__ void next_row() { row += THREADS / lanes; }
+
+    // How many of the tile's columns hold elements of the array in this row; the rest is padding.
+    __device__ int filled() const {
+        const int64 in_row = segment.width - column;
+        const int64 in_array = segment.numel - flat();
+        const int64 filled = in_row < in_array ? in_row : in_array;
+        return filled < 0 ? 0 : filled < columns ? static_cast<int>(filled) : columns;
     }
+
+    __device__ int64 flat() const { return row * segment.width + column; }
+    __device__ int64 cell(const Arguments& a) const { return row * a.columns + segment.column + column; }
 };
 
 // ---- pack -------------------------------------------------------------------------------------
 
 // The arrays of one segment: entries[first .. first + count).
-struct Sources { uint32 first, count; };
+struct Sources {
+    uint32 first, count;
 
-template <class S> __device__ const S* source(const Arguments& a, Sources sources, uint32 k) {
-    return reinterpret_cast<const S*>(a.entries[sources.first + k]);
-}
-
-template <class A, class T> __device__ T scaled(const Arguments& a, A sum) {
-    if (a.mode & DIVIDE) sum = over(sum, static_cast<A>(a.divisor));
-    if (a.mode & SCALE) sum = times(sum, static_cast<A>(a.divisor));
-    T value;
-    convert(sum, value);
-    return value;
-}
-
-// One element, for the few groups that an array or a row ends in.
-template <class S, class T> __device__ T pack_one(const Arguments& a, Sources sources, int64 flat) {
-    using A = typename Sum<S, T>::type;
-    const S first = source<S>(a, sources, 0)[flat];
-    if constexpr (same<S, T>)
-        if (sources.count == 1 && !a.mode) return first;
-    A sum, term;
-    convert(first, sum);
-    for (uint32 k = 1; k < sources.count; ++k) {
-        convert(source<S>(a, sources, k)[flat], term);
-        sum = plus(sum, term);
+    template <class S> __device__ const S* at(const Arguments& a, uint32 k, int64 flat) const {
+        return reinterpret_cast<const S*>(a.entries[first + k]) + flat;
     }
-    return scaled<A, T>(a, sum);
-}
+};
 
+// Pack `length` elements, a multiple of V, from `flat` on.
 template <class S, class T, int V>
-__device__ void pack_tile(const Arguments& a, const Segment& segment, uint32 tile, Sources sources) {
+__device__ void pack_run(const Arguments& a, Sources sources, int64 flat, T* out, int length, const Tile& tile) {
     using A = typename Sum<S, T>::type;
     constexpr int U = unroll<V>;
-    T* const matrix = static_cast<T*>(a.matrix);
-    for (Walk<V, widest<S, T>> walk(a, segment, tile); walk.at < walk.end;) {
-        Place place[U];
-        Lanes<S, V> in[U];
-        Lanes<T, V> out[U];
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
-            place[u] = walk.next();
-            in[u].word = {};
-            if (place[u].n == V) in[u].load(source<S>(a, sources, 0) + place[u].flat);
-        }
-        bool raw = false;
-        if constexpr (same<S, T>) {
-            raw = sources.count == 1 && !a.mode;
-            if (raw)  // the bits as they are: NaN payloads, -0.0
-#pragma unroll
-                for (int u = 0; u < U; ++u) out[u].word = in[u].word;
-        }
-        if (!raw) {
-            A sum[U][V];
-#pragma unroll
-            for (int u = 0; u < U; ++u)
-#pragma unroll
-                for (int i = 0; i < V; ++i) convert(in[u].x[i], sum[u][i]);
-            for (uint32 k = 1; k < sources.count; ++k) {
-#pragma unroll
-                for (int u = 0; u < U; ++u)
-                    if (place[u].n == V) in[u].load(source<S>(a, sources, k) + place[u].flat);
-#pragma unroll
-                for (int u = 0; u < U; ++u)
-#pragma unroll
-                    for (int i = 0; i < V; ++i) {
-                        A term;
-                        convert(in[u].x[i], term);
-                        sum[u][i] = plus(sum[u][i], term);
-                    }
-            }
-#pragma unroll
-            for (int u = 0; u < U; ++u)
-#pragma unroll
-                for (int i = 0; i < V; ++i) out[u].x[i] = scaled<A, T>(a, sum[u][i]);
-        }
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
-            if (place[u].columns == V && (place[u].n == V || place[u].n == 0)) {
-                out[u].store(matrix + place[u].cell);
-            } else if constexpr (V > 1) {
+    const int stride = tile.lanes * V;
 #pragma unroll 1
-                for (int i = 0; i < place[u].columns; ++i)
-                    matrix[place[u].cell + i] = i < place[u].n ? pack_one<S, T>(a, sources, place[u].flat + i) : T{};
+    for (int begin = tile.lane * V; begin < length; begin += U * stride) {
+        Lanes<S, V> in[U];
+        const S* const source = sources.at<S>(a, 0, flat + begin);
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+            if (begin + u * stride < length) in[u].load(source + u * stride);
+        if constexpr (same<S, T>) {
+            if (sources.count == 1 && !(a.mode & (DIVIDE | SCALE))) {  // the bits as they are: NaN payloads, -0.0
+#pragma unroll
+                for (int u = 0; u < U; ++u)
+                    if (begin + u * stride < length) in[u].store(out + begin + u * stride);
+                continue;
             }
         }
-    }
-}
-
-// A segment without an array: zero, or NaN with zero padding.
-template <class T, int V> __device__ void fill_tile(const Arguments& a, const Segment& segment, uint32 tile) {
-    T value = {};
-    if constexpr (is_float<T>)
-        if (a.mode & NAN_FILL) convert(__uint_as_float(0x7fc00000), value);
-    for (Walk<1, V> walk(a, segment, tile); walk.at < walk.end;) {
-        const Place place = walk.next();
-        if (place.columns) static_cast<T*>(a.matrix)[place.cell] = place.n ? value : T{};
+        A sum[U][V];
+#pragma unroll
+        for (int u = 0; u < U; ++u)
+#pragma unroll
+            for (int i = 0; i < V; ++i) convert(in[u].x[i], sum[u][i]);
+#pragma unroll 1
+        for (uint32 k = 1; k < sources.count; ++k) {
+            const S* const other = sources.at<S>(a, k, flat + begin);
+#pragma unroll
+            for (int u = 0; u < U; ++u)
+                if (begin + u * stride < length) in[u].load(other + u * stride);
+#pragma unroll
+            for (int u = 0; u < U; ++u)
+#pragma unroll
+                for (int i = 0; i < V; ++i) {
+                    A term;
+                    convert(in[u].x[i], term);
+                    sum[u][i] = plus(sum[u][i], term);
+                }
+        }
+        A divisor = {};
+        if constexpr (!is_integer<A>) convert(a.divisor, divisor);
+#pragma unroll
+        for (int u = 0; u < U; ++u) {
+            Lanes<T, V> result;
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                A value = sum[u][i];
+                if constexpr (!is_integer<A>) {
+                    if (a.mode & DIVIDE) value = over(value, divisor);
+                    if (a.mode & SCALE) value = times(value, divisor);
+                }
+                convert(value, result.x[i]);
+            }
+            if (begin + u * stride < length) result.store(out + begin + u * stride);
+        }
     }
 }
 
 template <class S, class T>
-__global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) pack(const __grid_constant__ Arguments a) {
     constexpr int V = widest<S, T>;
-    const uint32 tile = a.first_tile + blockIdx.x;
-    const uint32 index = a.tile_segment[tile];
-    const Segment segment = a.segments[index];
-    const uint64 entry = a.entries[index - a.first_segment];
-    if (!entry) return fill_tile<T, V>(a, segment, tile);
+    const uint32 number = a.first_tile + blockIdx.x;
+    const uint32 index = a.tile_segment[number];
     Sources sources = {index - a.first_segment, 1};
+    const uint64 entry = a.entries[sources.first];
+    if (entry == 0) sources.count = 0;
     if (entry & LIST) sources = {a.tail + static_cast<uint32>(entry), static_cast<uint32>((entry ^ LIST) >> 32)};
-    bool words = rows_aligned<T, V>(a, segment);
-    for (uint32 k = 0; k < sources.count; ++k) words &= aligned<S, V>(source<S>(a, sources, k));
-    words ? pack_tile<S, T, V>(a, segment, tile, sources) : pack_tile<S, T, 1>(a, segment, tile, sources);
+
+    T missing = {};
+    if constexpr (!is_integer<T>)
+        if (a.mode & NAN_FILL) convert(__uint_as_float(0x7fc00000), missing);
+
+#pragma unroll 1
+    for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
+        const int64 flat = tile.flat();
+        const int filled = tile.filled();
+        T* const out = static_cast<T*>(a.matrix) + tile.cell(a);
+        if (sources.count == 0) {
+#pragma unroll 1
+            for (int i = tile.lane; i < filled; i += tile.lanes) out[i] = missing;
+        } else {
+            bool words = aligned<T, V>(out);
+#pragma unroll 1
+            for (uint32 k = 0; k < sources.count; ++k) words &= aligned<S, V>(sources.at<S>(a, k, flat));
+            const int whole = words ? filled / V * V : 0;
+            pack_run<S, T, V>(a, sources, flat, out, whole, tile);
+            pack_run<S, T, 1>(a, sources, flat + whole, out + whole, filled - whole, tile);
+        }
+#pragma unroll 1
+        for (int i = filled + tile.lane; i < tile.columns; i += tile.lanes) out[i] = T{};
+    }
 }
 
 // ---- unpack -----------------------------------------------------------------------------------
 
-template <class S, class T> __device__ T unpack_one(const Arguments& a, S value, const T* target) {
-    using A = typename Sum<S, T>::type;
-    A sum, present;
-    convert(value, sum);
-    if (a.mode & ACCUMULATE) {
-        convert(*target, present);
-        sum = plus(present, sum);
-    }
-    T result;
-    convert(sum, result);
-    return result;
-}
-
 template <class S, class T, int V>
-__device__ void unpack_tile(const Arguments& a, const Segment& segment, uint32 tile, T* target) {
+__device__ void unpack_run(const Arguments& a, const S* in, T* out, int length, const Tile& tile) {
+    using A = typename Sum<S, T>::type;
     constexpr int U = unroll<V>;
-    const S* const matrix = static_cast<const S*>(a.matrix);
-    for (Walk<V, widest<S, T>> walk(a, segment, tile); walk.at < walk.end;) {
-        Place place[U];
-        Lanes<S, V> in[U];
-        Lanes<T, V> out[U];
+    const int stride = tile.lanes * V;
+#pragma unroll 1
+    for (int begin = tile.lane * V; begin < length; begin += U * stride) {
+        Lanes<S, V> received[U];
+        Lanes<T, V> result[U];
 #pragma unroll
         for (int u = 0; u < U; ++u) {
-            place[u] = walk.next();
-            if (place[u].n < V) continue;
-            in[u].load(matrix + place[u].cell);
-            if (a.mode & ACCUMULATE) out[u].load(target + place[u].flat);
+            if (begin + u * stride >= length) continue;
+            received[u].load(in + begin + u * stride);
+            if (a.mode & ACCUMULATE) result[u].load(out + begin + u * stride);
         }
 #pragma unroll
         for (int u = 0; u < U; ++u) {
-            if (place[u].n == V) {
-                bool raw = false;
-                if constexpr (same<S, T>) {
-                    raw = !(a.mode & ACCUMULATE);
-                    if (raw) out[u].word = in[u].word;  // the bits as they are
-                }
-                if (!raw)
+            if (a.mode & ACCUMULATE) {
 #pragma unroll
-                    for (int i = 0; i < V; ++i) out[u].x[i] = unpack_one<S, T>(a, in[u].x[i], &out[u].x[i]);
-                out[u].store(target + place[u].flat);
-            } else if constexpr (V > 1) {
-#pragma unroll 1
-                for (int i = 0; i < place[u].n; ++i) {
-                    T* const p = target + place[u].flat + i;
-                    *p = unpack_one<S, T>(a, matrix[place[u].cell + i], p);
+                for (int i = 0; i < V; ++i) {
+                    A present, term;
+                    convert(result[u].x[i], present);
+                    convert(received[u].x[i], term);
+                    convert(plus(present, term), result[u].x[i]);
+                }
+            } else if constexpr (same<S, T>) {
+                result[u].word = received[u].word;  // the bits as they are
+            } else {
+#pragma unroll
+                for (int i = 0; i < V; ++i) {
+                    A value;
+                    convert(received[u].x[i], value);
+                    convert(value, result[u].x[i]);
                 }
             }
+            if (begin + u * stride < length) result[u].store(out + begin + u * stride);
         }
     }
 }
 
 template <class S, class T>
-__global__ void __launch_bounds__(THREADS) unpack(const __grid_constant__ Arguments a) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) unpack(const __grid_constant__ Arguments a) {
     constexpr int V = widest<S, T>;
-    const uint32 tile = a.first_tile + blockIdx.x;
-    const uint32 index = a.tile_segment[tile];
-    const Segment segment = a.segments[index];
+    const uint32 number = a.first_tile + blockIdx.x;
+    const uint32 index = a.tile_segment[number];
     T* const target = reinterpret_cast<T*>(a.entries[index - a.first_segment]);
-    if (!target) return;  // an array without elements
-    const bool words = rows_aligned<S, V>(a, segment) && aligned<T, V>(target);
-    words ? unpack_tile<S, T, V>(a, segment, tile, target) : unpack_tile<S, T, 1>(a, segment, tile, target);
+#pragma unroll 1
+    for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
+        const int filled = tile.filled();
+        const S* const in = static_cast<const S*>(a.matrix) + tile.cell(a);
+        T* const out = target + tile.flat();
+        const int whole = aligned<S, V>(in) && aligned<T, V>(out) ? filled / V * V : 0;
+        unpack_run<S, T, V>(a, in, out, whole, tile);
+        unpack_run<S, T, 1>(a, in + whole, out + whole, filled - whole, tile);
+    }
 }

@@ -40,7 +40,7 @@ def check(function: Callable[[cr.World], None]) -> Callable[[cr.World], None]:
 
 
 def gradient(values: np.ndarray, dtype: str) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.float64)).to(TORCH[dtype]).cuda()
+    return torch.from_numpy(np.array(values, np.float64)).to(TORCH[dtype]).cuda()
 
 
 def to_numpy(array: Any) -> np.ndarray:

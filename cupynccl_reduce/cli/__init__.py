@@ -1,0 +1,103 @@
+"""The command line: parses arguments, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from cupynccl_reduce import __version__
+from cupynccl_reduce.errors import LayoutError, ReduceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code: 0, 1 for a failure, 2 for wrong usage.
+
+    Under a launcher a failure ends the whole world: this does not return then.
+    """
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as end:  # argparse has printed the help, the version, or what is wrong
+        return int(end.code or 0)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    code = 1
+    try:
+        code = _demo(args)
+    except ReduceError as error:
+        print(f"cupynccl-reduce: error: {error}", file=sys.stderr)
+    except BaseException:  # shown before the world ends, then raised as it is
+        if _is_one_of_many():
+            traceback.print_exc()
+        raise
+    finally:
+        if code != 0:
+            _end_world(code)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cupynccl-reduce",
+        description="Sharded gradient reduction that overlaps with backward.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small GPT on several ranks, and compare it with one process",
+        description=(
+            "Train a small GPT on several ranks, and compare the parameters with a one-process "
+            "run. Start it with: mpirun -n 4 python -m mpi4py -m cupynccl_reduce demo"
+        ),
+    )
+    demo.add_argument(
+        "--steps", type=_steps, default=100, metavar="N", help="optimizer steps, from 2 (100)"
+    )
+    demo.add_argument(
+        "--share-gpu", action="store_true", help="let several ranks of this host use one GPU"
+    )
+    return parser
+
+
+def _steps(text: str) -> int:
+    steps = int(text)
+    if steps < 2:  # noqa: PLR2004  # the loss of one step cannot fall
+        msg = f"{steps} is too few; from 2 on the loss can fall"
+        raise argparse.ArgumentTypeError(msg)
+    return steps
+
+
+def _demo(args: argparse.Namespace) -> int:
+    try:
+        from .demo import run_demo
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        msg = "the demo needs torch, which is not installed; pip install 'cupynccl-reduce[torch]'"
+        raise LayoutError(msg) from error
+    return run_demo(steps=args.steps, share_gpu=args.share_gpu)
+
+
+def _is_one_of_many() -> bool:
+    """Return whether other ranks run, and MPI can still reach them."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return False
+    return bool(mpi.COMM_WORLD.Get_size() > 1)
+
+
+def _end_world(code: int) -> None:
+    """Abort the other ranks, who may be waiting for this one; `python -m mpi4py` or not."""
+    if _is_one_of_many():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
