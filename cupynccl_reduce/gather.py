@@ -117,6 +117,7 @@ class ShardGather:
                     ((s.name, s.numel, s.width) for s in segments),
                     world.world_size,
                     ALIGN_BYTES // DTYPES[dtype].itemsize,
+                    f"gather of {bucket.matrix.label}",
                 )
                 if matrix.numel:
                     row = matrix.row(world.rank)

@@ -9,6 +9,8 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from math import fsum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run_demo"]
 
-BATCH = 8  # rows of a step, rounded up to equal shares
+BATCH = 12  # rows of a step, rounded up to equal shares
 BUCKET_BYTES = 512 << 10
 LIMIT = 5e-4  # of max_error
 RATE = 1e-3
@@ -58,8 +60,7 @@ class Progress:
             return
         filled = 30 * done // self.steps
         text = (
-            f"{self.label:12} [{'#' * filled:30}] {done:4}/{self.steps}  "
-            f"loss {self.losses[-1]:.4f}"
+            f"{self.label:12} [{'#' * filled:30}] {done:4}/{self.steps}  loss {self.losses[-1]:.4f}"
         )
         again = self.redraw and done < self.steps
         print(f"\r{text}" if self.redraw else text, end="" if again else "\n", flush=True)
@@ -71,7 +72,7 @@ def run_demo(*, steps: int, share_gpu: bool) -> int:
     Collective, blocks the host.
     """
     with connect(share_gpu=share_gpu) as world:
-        _limit_threads(world.world_size)
+        _limit_threads()
         return _run(world, steps)
 
 
@@ -79,14 +80,45 @@ def _run(world: World, steps: int) -> int:
     batch = -(-BATCH // world.world_size) * world.world_size
     device = from_dlpack(world.runtime.allocate(1)).device
     text, vocabulary = load_text()
+
+    def batches() -> Iterator[torch.Tensor]:
+        return (rows.to(device) for rows in draw_batches(text, batch, steps))
+
     model = _new_model(vocabulary, device)
     numel = sum(parameter.numel() for parameter in model.parameters())
     _say(world, _describe(world, len(text), numel, batch, steps))
+    buckets, losses = _train_sharded(world, model, batches(), steps)
 
-    def shares() -> Iterator[torch.Tensor]:
-        for rows in draw_batches(text, batch, steps):
-            yield rows.chunk(world.world_size)[world.rank].to(device)
+    digest = hashlib.blake2b(b"".join(_bytes(p) for p in model.parameters())).digest()
+    alike = len(set(world.control.all_gather(digest))) == 1
+    max_error = 0.0
+    if world.rank == 0:
+        alone = _new_model(vocabulary, device)
+        _train_alone(alone, batches(), steps)
+        max_error = _max_error(model, alone)
+    _wait_for_rank_0(world)
 
+    result = (
+        f"world={world.world_size} runtime={world.runtime.kind} params={numel} "
+        f"buckets={buckets} max_error={max_error:.1e}"
+    )
+    faults = []
+    if not alike:
+        faults.append("the ranks' parameters differ")
+    if not losses[-1] < losses[0]:
+        faults.append("the loss did not fall")
+    if not max_error <= LIMIT:  # a NaN is a fault too
+        faults.append(f"max_error is above {LIMIT}")
+    _say(world, f"demo: FAILED {result}: {'; '.join(faults)}" if faults else f"demo: OK {result}")
+    # Only now may another rank leave with an error: that ends the world, and rank 0 had to speak.
+    return int(any(world.control.all_gather(b"x" if faults else b"")))
+
+
+def _train_sharded(
+    world: World, model: Gpt, batches: Iterator[torch.Tensor], steps: int
+) -> tuple[int, list[float]]:
+    """Train on this rank's rows of each batch; return the number of buckets and the losses."""
+    shares = (rows.chunk(world.world_size)[world.rank] for rows in batches)
     with attach(model, world, bucket_bytes=BUCKET_BYTES) as sharded:
         buckets = sharded.registry.buckets
         _say(world, _table(buckets))
@@ -98,39 +130,17 @@ def _run(world: World, steps: int) -> int:
 
         def mean(loss: float) -> float:
             everyone = world.control.all_gather(struct.pack("d", loss))
-            return sum(struct.unpack("d", each)[0] for each in everyone) / world.world_size
+            return fsum(struct.unpack("d", each)[0] for each in everyone) / world.world_size
 
         progress = Progress("all ranks", steps, world.rank == 0, _redraws())
         started = time.perf_counter()
-        _train(model, optimizer, shares(), update, progress, mean)
+        _train(model, optimizer, shares, update=update, progress=progress, mean=mean)
         elapsed_s = time.perf_counter() - started
         sent_bytes = sharded.reducer.statistics().sent_bytes // steps
-    first, last = progress.losses[0], progress.losses[-1]
-    _say(world, f"loss: {first:.4f} -> {last:.4f} in {elapsed_s:.1f} s")
+    losses = progress.losses
+    _say(world, f"loss: {losses[0]:.4f} -> {losses[-1]:.4f} in {elapsed_s:.1f} s")
     _say(world, f"sent: {sent_bytes:,} bytes a step from each rank, by reduce_scatter")
-
-    digest = hashlib.blake2b(b"".join(_bytes(p) for p in model.parameters())).digest()
-    alike = len(set(world.control.all_gather(digest))) == 1
-    max_error = 0.0
-    if world.rank == 0:
-        whole = (rows.to(device) for rows in draw_batches(text, batch, steps))
-        max_error = _max_error(model, _train_alone(vocabulary, device, whole, steps))
-    _wait_for_rank_0(world)
-
-    result = (
-        f"world={world.world_size} runtime={world.runtime.kind} params={numel} "
-        f"buckets={len(buckets)} max_error={max_error:.1e}"
-    )
-    faults = []
-    if not alike:
-        faults.append("the ranks' parameters differ")
-    if not last < first:
-        faults.append("the loss did not fall")
-    if not max_error <= LIMIT:  # a NaN is a fault too
-        faults.append(f"max_error is above {LIMIT}")
-    _say(world, f"demo: FAILED {result}: {'; '.join(faults)}" if faults else f"demo: OK {result}")
-    # Only now may another rank leave with an error: that ends the world, and rank 0 had to speak.
-    return int(any(world.control.all_gather(b"x" if faults else b"")))
+    return len(buckets), losses
 
 
 def _new_model(vocabulary: int, device: torch.device) -> Gpt:
@@ -146,6 +156,7 @@ def _train(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[torch.Tensor],
+    *,
     update: Callable[[torch.Tensor], None],
     progress: Progress,
     mean: Callable[[float], float],
@@ -161,11 +172,8 @@ def _train(
         progress.show(step)
 
 
-def _train_alone(
-    vocabulary: int, device: torch.device, batches: Iterator[torch.Tensor], steps: int
-) -> Gpt:
-    """Return the model that one process makes of the same start and the same batches."""
-    model = _new_model(vocabulary, device)
+def _train_alone(model: Gpt, batches: Iterator[torch.Tensor], steps: int) -> None:
+    """Train on whole batches, as one process does without this library."""
     optimizer = _new_optimizer(model.parameters())
 
     def update(loss: torch.Tensor) -> None:
@@ -174,13 +182,13 @@ def _train_alone(
         optimizer.zero_grad()
 
     progress = Progress("one process", steps, shown=True, redraw=_redraws())
-    _train(model, optimizer, batches, update, progress, lambda loss: loss)
-    return model
+    _train(model, optimizer, batches, update=update, progress=progress, mean=float)
 
 
 def _max_error(model: Gpt, reference: Gpt) -> float:
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    return max((ours - theirs).detach().abs().max().item() for ours, theirs in pairs)
+    errors = torch.stack([(ours - theirs).detach().abs().max() for ours, theirs in pairs])
+    return errors.max().item()  # a NaN stays one
 
 
 def _bytes(parameter: torch.Tensor) -> bytes:
@@ -195,10 +203,11 @@ def _wait_for_rank_0(world: World) -> None:
         world.stream.synchronize()
 
 
-def _limit_threads(world_size: int) -> None:
-    """Share the cores out: threads of several ranks on one core wait for each other, spinning."""
+def _limit_threads() -> None:
+    """Share this host's cores out: more threads than cores wait for each other, spinning."""
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // world_size)))
+    share = max(1, cores // find_launcher(os.environ).local_size)
+    torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
 def _redraws() -> bool:
@@ -209,9 +218,10 @@ def _redraws() -> bool:
         return True
     try:
         # Open MPI gives every rank a terminal of its own, whatever mpirun itself writes to.
-        return os.readlink(f"/proc/{os.getppid()}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+        terminal = Path(f"/proc/{os.getppid()}/fd/1").readlink()
     except OSError:
         return False
+    return str(terminal).startswith(("/dev/pts/", "/dev/tty"))
 
 
 def _say(world: World, text: str) -> None:
@@ -225,15 +235,13 @@ def _describe(world: World, characters: int, numel: int, batch: int, steps: int)
         where = f"cuda (CuPy and NCCL), {torch.cuda.get_device_name()}"
     else:
         where = f"host (NumPy and MPI), torch threads: {torch.get_num_threads()} a rank"
-    return "\n".join(
-        (
-            f"cupynccl_reduce {__version__}, torch {torch.__version__}, "
-            f"Python {platform.python_version()}",
-            f"{ranks} on {where}",
-            f"model: GPT, {BLOCKS} blocks of width {WIDTH}, {numel:,} parameters in fp32",
-            f"text: {characters:,} characters of Python's own help",
-            f"training: {steps} steps of AdamW on the shards, {batch} x {CONTEXT} characters each",
-        )
+    return (
+        f"cupynccl_reduce {__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}\n"
+        f"{ranks} on {where}\n"
+        f"model: GPT, {BLOCKS} blocks of width {WIDTH}, {numel:,} parameters in fp32\n"
+        f"text: {characters:,} characters of Python's own help\n"
+        f"training: {steps} steps of AdamW on the shards, {batch} x {CONTEXT} characters each"
     )
 
 

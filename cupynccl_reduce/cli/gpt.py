@@ -17,7 +17,7 @@ __all__ = ["Gpt", "draw_batches", "load_text", "loss_of"]
 WIDTH = 128
 BLOCKS = 5
 HEADS = 4
-CONTEXT = 128  # characters that the model sees at once
+CONTEXT = 64  # characters that the model sees at once
 
 
 class Block(nn.Module):
@@ -42,7 +42,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        added: torch.Tensor = self.down(functional.gelu(self.up(self.mlp_norm(x))))
+        return x + added
 
 
 class Gpt(nn.Module):
@@ -58,7 +59,7 @@ class Gpt(nn.Module):
         self.head.weight = self.characters.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:  # noqa: PLR2004  # a matrix
-                # What is added to the residual stream starts smaller, so that its sum does not grow.
+                # The residual stream sums all blocks: what they add to it starts smaller.
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * BLOCKS) if residual else 0.02)
 

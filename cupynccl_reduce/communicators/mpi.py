@@ -121,6 +121,7 @@ class MpiCommunicator:
 
     def _exchange(self, sends: Sequence[Array], recvs: Sequence[Array]) -> None:
         """Send `sends[p]` to each peer p, receive `recvs[p]` from it; return when it is done."""
+        self._check()
         requests: dict[int, list[MPI.Request]] = {}
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
@@ -151,9 +152,16 @@ class MpiCommunicator:
         pause = 0.0
         while not MPI.Request.Testall(pending):
             # A peer may leave right after a collective that it completed: look once more.
-            left = self._comm.Iprobe(peer, ABORT_TAG) and not MPI.Request.Testall(pending)
-            if left or self._aborted:
-                msg = f"rank {peer if left else self.rank} left this world after a failure"
-                raise CommunicationError(msg)
+            if self._comm.Iprobe(peer, ABORT_TAG) and not MPI.Request.Testall(pending):
+                raise _left(peer)
+            self._check()
             time.sleep(pause)
             pause = min(pause + 5e-6, MAX_PAUSE_S)
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise _left(self.rank)
+
+
+def _left(rank: int) -> CommunicationError:
+    return CommunicationError(f"rank {rank} left this world after a failure")

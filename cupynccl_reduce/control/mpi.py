@@ -31,6 +31,7 @@ class MpiControl:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Collective, blocks the host: return every rank's payload, in rank order."""
+        self._check()
         sends = self._send_all(payload, DATA_TAG)
         try:
             everyone = [
@@ -79,8 +80,15 @@ class MpiControl:
         """Poll until `ready`: blocking MPI calls spin. Raise if `rank`, or this one, has left."""
         while not ready():
             # A rank may leave right after an all_gather that it completed: look once more.
-            left = self._comm.Iprobe(rank, ABORT_TAG) and not ready()
-            if left or self._aborted:
-                msg = f"rank {rank if left else self._rank} left this world after a failure"
-                raise CommunicationError(msg)
+            if self._comm.Iprobe(rank, ABORT_TAG) and not ready():
+                raise _left(rank)
+            self._check()
             time.sleep(PAUSE_S)
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise _left(self._rank)
+
+
+def _left(rank: int) -> CommunicationError:
+    return CommunicationError(f"rank {rank} left this world after a failure")

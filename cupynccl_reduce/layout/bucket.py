@@ -34,14 +34,20 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Rows by columns, and who owns which columns. The geometry that pack and unpack work on."""
+    """Rows by columns, and who owns which columns. The geometry that pack and unpack work on.
+
+    `label` names it to people ("bucket 3"); nothing computes with it.
+    """
 
     rows: int
     columns: int
     segments: tuple[Segment, ...]
+    label: str = ""
 
     @classmethod
-    def of(cls, flats: Iterable[tuple[str, int, int]], rows: int, align: int) -> Matrix:
+    def of(
+        cls, flats: Iterable[tuple[str, int, int]], rows: int, align: int, label: str = ""
+    ) -> Matrix:
         """Lay `(name, numel, width)` side by side, each starting at a multiple of `align`."""
         segments = []
         column = 0
@@ -49,7 +55,7 @@ class Matrix:
             columns = -(-width // align) * align
             segments.append(Segment(name, numel, width, column, columns))
             column += columns
-        return cls(rows, column, tuple(segments))
+        return cls(rows, column, tuple(segments), label)
 
     @property
     def numel(self) -> int:
@@ -62,7 +68,7 @@ class Matrix:
         for segment in self.segments:
             start, stop = segment.interval(rank)
             segments.append(replace(segment, numel=stop - start))
-        return Matrix(1, self.columns, tuple(segments))
+        return Matrix(1, self.columns, tuple(segments), self.label)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +112,9 @@ class BucketLayout:
         return tuple(
             replace(
                 self,
-                matrix=Matrix(self.matrix.rows, s.columns, (replace(s, column=0),)),
+                matrix=replace(
+                    self.matrix, columns=s.columns, segments=(replace(s, column=0),)
+                ),
                 shard_offset=self.shard_offset + s.column * itemsize,
             )
             for s in self.matrix.segments

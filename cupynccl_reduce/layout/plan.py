@@ -100,7 +100,7 @@ def _lay_out(
         reduce_dtype=first.reduce_dtype,
         shard_dtype=first.shard_dtype,
         uses=first.uses,
-        matrix=Matrix.of(flats, world_size, ALIGN_BYTES // itemsize),
+        matrix=Matrix.of(flats, world_size, ALIGN_BYTES // itemsize, f"bucket {index}"),
         shard_offset=shard_offset,
     )
 

@@ -131,9 +131,10 @@ class HostPack:
         self, sources: Sequence[Sequence[View]], target: Array, *, fill: Fill, stream: Any
     ) -> None:
         """Queue the pack on `stream`; the queue holds the sources until it is done."""
-        stream.submit(partial(self._run, tuple(sources), target, fill))
+        stream.submit(partial(self.run, tuple(sources), target, fill))
 
-    def _run(self, sources: Sequence[Sequence[View]], target: Array, fill: Fill) -> None:
+    def run(self, sources: Sequence[Sequence[View]], target: Array, fill: Fill) -> None:
+        """Pack now, on this thread."""
         matrix = target.reshape(self._matrix.rows, self._matrix.columns)
         for segment, tiles, group in zip(self._matrix.segments, self._tiles, sources, strict=True):
             block = matrix[:, segment.column : segment.column + segment.columns]
@@ -176,9 +177,10 @@ class HostUnpack:
         self, source: Array, targets: Sequence[View], *, accumulate: bool, stream: Any
     ) -> None:
         """Queue the unpack on `stream`."""
-        stream.submit(partial(self._run, source, tuple(targets), accumulate))
+        stream.submit(partial(self.run, source, tuple(targets), accumulate))
 
-    def _run(self, source: Array, targets: Sequence[View], accumulate: bool) -> None:  # noqa: FBT001
+    def run(self, source: Array, targets: Sequence[View], accumulate: bool) -> None:  # noqa: FBT001
+        """Unpack now, on this thread."""
         matrix = source.reshape(self._matrix.rows, self._matrix.columns)
         for segment, tiles, view in zip(self._matrix.segments, self._tiles, targets, strict=True):
             block = matrix[:, segment.column : segment.column + segment.columns]

@@ -26,6 +26,8 @@ struct bfloat16 { uint16 bits; };
 #ifndef BLOCKS
 #define BLOCKS 4
 #endif
+#define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
+#define ROLLED _Pragma("unroll 1")
 constexpr int THREADS = 256;
 constexpr int ENTRIES = 496;  // all arguments together must stay under 4 KiB
 
@@ -143,13 +145,16 @@ template <class T, int V> __device__ bool aligned(const T* p) {
 template <class S, class T> constexpr int widest = 16 / (sizeof(S) > sizeof(T) ? sizeof(S) : sizeof(T));
 
 // Words that a thread loads before it stores any: hides the latency of memory.
+#ifndef UV
+#define UV 2
+#endif
 #ifndef UN
 #define UN 4
 #endif
 #ifndef U1
 #define U1 4
 #endif
-template <int V> constexpr int unroll = V > 4 ? 2 : V > 1 ? UN : U1;
+template <int V> constexpr int unroll = V > 4 ? UV : V > 1 ? UN : U1;
 
 // A tile, and this thread's place in it. The segment is read again for each row (from the cache):
 // kept in registers, it would leave fewer threads room.
@@ -202,36 +207,27 @@ __device__ void pack_run(const Arguments& a, Sources sources, int64 flat, T* out
     using A = typename Sum<S, T>::type;
     constexpr int U = unroll<V>;
     const int stride = tile.lanes * V;
-#pragma unroll 1
-    for (int begin = tile.lane * V; begin < length; begin += U * stride) {
+    ROLLED for (int begin = tile.lane * V; begin < length; begin += U * stride) {
         Lanes<S, V> in[U];
         const S* const source = sources.at<S>(a, 0, flat + begin);
-#pragma unroll
-        for (int u = 0; u < U; ++u)
+        EACH(u, U)
             if (begin + u * stride < length) in[u].load(source + u * stride);
         if constexpr (same<S, T>) {
             if (sources.count == 1 && !(a.mode & (DIVIDE | SCALE))) {  // the bits as they are: NaN payloads, -0.0
-#pragma unroll
-                for (int u = 0; u < U; ++u)
+                EACH(u, U)
                     if (begin + u * stride < length) in[u].store(out + begin + u * stride);
                 continue;
             }
         }
         A sum[U][V];
-#pragma unroll
-        for (int u = 0; u < U; ++u)
-#pragma unroll
-            for (int i = 0; i < V; ++i) convert(in[u].x[i], sum[u][i]);
-#pragma unroll 1
-        for (uint32 k = 1; k < sources.count; ++k) {
+        EACH(u, U)
+            EACH(i, V) convert(in[u].x[i], sum[u][i]);
+        ROLLED for (uint32 k = 1; k < sources.count; ++k) {
             const S* const other = sources.at<S>(a, k, flat + begin);
-#pragma unroll
-            for (int u = 0; u < U; ++u)
+            EACH(u, U)
                 if (begin + u * stride < length) in[u].load(other + u * stride);
-#pragma unroll
-            for (int u = 0; u < U; ++u)
-#pragma unroll
-                for (int i = 0; i < V; ++i) {
+            EACH(u, U)
+                EACH(i, V) {
                     A term;
                     convert(in[u].x[i], term);
                     sum[u][i] = plus(sum[u][i], term);
@@ -239,11 +235,9 @@ __device__ void pack_run(const Arguments& a, Sources sources, int64 flat, T* out
         }
         A divisor = {};
         if constexpr (!is_integer<A>) convert(a.divisor, divisor);
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
+        EACH(u, U) {
             Lanes<T, V> result;
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
+            EACH(i, V) {
                 A value = sum[u][i];
                 if constexpr (!is_integer<A>) {
                     if (a.mode & DIVIDE) value = over(value, divisor);
@@ -270,24 +264,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) pack(const __grid_constant__ 
     if constexpr (!is_integer<T>)
         if (a.mode & NAN_FILL) convert(__uint_as_float(0x7fc00000), missing);
 
-#pragma unroll 1
-    for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
+    ROLLED for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
         const int64 flat = tile.flat();
         const int filled = tile.filled();
         T* const out = static_cast<T*>(a.matrix) + tile.cell(a);
         if (sources.count == 0) {
-#pragma unroll 1
-            for (int i = tile.lane; i < filled; i += tile.lanes) out[i] = missing;
+            ROLLED for (int i = tile.lane; i < filled; i += tile.lanes) out[i] = missing;
         } else {
             bool words = aligned<T, V>(out);
-#pragma unroll 1
-            for (uint32 k = 0; k < sources.count; ++k) words &= aligned<S, V>(sources.at<S>(a, k, flat));
+            ROLLED for (uint32 k = 0; k < sources.count; ++k) words &= aligned<S, V>(sources.at<S>(a, k, flat));
             const int whole = words ? filled / V * V : 0;
             pack_run<S, T, V>(a, sources, flat, out, whole, tile);
             pack_run<S, T, 1>(a, sources, flat + whole, out + whole, filled - whole, tile);
         }
-#pragma unroll 1
-        for (int i = filled + tile.lane; i < tile.columns; i += tile.lanes) out[i] = T{};
+        ROLLED for (int i = filled + tile.lane; i < tile.columns; i += tile.lanes) out[i] = T{};
     }
 }
 
@@ -298,21 +288,17 @@ __device__ void unpack_run(const Arguments& a, const S* in, T* out, int length, 
     using A = typename Sum<S, T>::type;
     constexpr int U = unroll<V>;
     const int stride = tile.lanes * V;
-#pragma unroll 1
-    for (int begin = tile.lane * V; begin < length; begin += U * stride) {
+    ROLLED for (int begin = tile.lane * V; begin < length; begin += U * stride) {
         Lanes<S, V> received[U];
         Lanes<T, V> result[U];
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
+        EACH(u, U) {
             if (begin + u * stride >= length) continue;
             received[u].load(in + begin + u * stride);
             if (a.mode & ACCUMULATE) result[u].load(out + begin + u * stride);
         }
-#pragma unroll
-        for (int u = 0; u < U; ++u) {
+        EACH(u, U) {
             if (a.mode & ACCUMULATE) {
-#pragma unroll
-                for (int i = 0; i < V; ++i) {
+                EACH(i, V) {
                     A present, term;
                     convert(result[u].x[i], present);
                     convert(received[u].x[i], term);
@@ -321,8 +307,7 @@ __device__ void unpack_run(const Arguments& a, const S* in, T* out, int length, 
             } else if constexpr (same<S, T>) {
                 result[u].word = received[u].word;  // the bits as they are
             } else {
-#pragma unroll
-                for (int i = 0; i < V; ++i) {
+                EACH(i, V) {
                     A value;
                     convert(received[u].x[i], value);
                     convert(value, result[u].x[i]);
@@ -339,8 +324,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) unpack(const __grid_constant_
     const uint32 number = a.first_tile + blockIdx.x;
     const uint32 index = a.tile_segment[number];
     T* const target = reinterpret_cast<T*>(a.entries[index - a.first_segment]);
-#pragma unroll 1
-    for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
+    ROLLED for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
         const int filled = tile.filled();
         const S* const in = static_cast<const S*>(a.matrix) + tile.cell(a);
         T* const out = target + tile.flat();

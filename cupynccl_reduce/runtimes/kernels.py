@@ -134,6 +134,7 @@ class CudaPack:
             raise LayoutError(msg)
         self._runtime = runtime
         self._matrix = matrix
+        self._segments = len(matrix.segments)
         self._dtypes = source_dtype, dtype
         self._divisor = divisor
         self._kernel = Kernel(runtime, "pack", matrix, source_dtype, dtype)
@@ -153,33 +154,40 @@ class CudaPack:
                 msg = f"fill='nan' cannot be written as {self._dtypes[1]}"
                 raise LayoutError(msg)
             mode |= NAN_FILL
+        options = {"mode": mode, "divisor": self._factor, "stream": stream}
+        with self._runtime.current:
+            heads = [g[0].pointer if len(g) == 1 and g[0].strides is None else -1 for g in sources]
+            if -1 not in heads and len(heads) == self._segments <= ENTRIES:
+                self._kernel.launch(0, heads, [], target, **options)
+            else:
+                self._pack_any(sources, target, options)
+
+    def _pack_any(
+        self, sources: Sequence[Sequence[View]], target: Array, options: dict[str, Any]
+    ) -> None:
+        """Pack segments of no source, several or strided ones, in as many launches as it takes."""
         # Contiguous copies of sources. Dropped on return, with the launches only queued: the pool
         # gives the memory out again to this stream alone, behind them.
         copies: list[Array] = []
         folds: list[tuple[int, Sequence[View]]] = []
         first, heads, tail = 0, list[int](), list[int]()
-        options = {"mode": mode, "divisor": self._factor, "stream": stream}
-        with self._runtime.current:
-            for index, (segment, group) in enumerate(
-                zip(self._matrix.segments, sources, strict=True)
-            ):
-                count = len(group) if segment.numel else 0
-                if count > MAX_LIST:
-                    folds.append((index, group))  # overwrites what this launch fills in
-                    count = 0
-                if len(heads) + len(tail) + 1 + (count if count > 1 else 0) > ENTRIES:
-                    self._kernel.launch(first, heads, tail, target, **options)
-                    first, heads, tail = index, [], []
-                if count == 1:
-                    heads.append(self._address(group[0], copies, stream))
-                elif count:
-                    heads.append(LIST | count << 32 | len(tail))
-                    tail += [self._address(view, copies, stream) for view in group]
-                else:
-                    heads.append(0)
-            self._kernel.launch(first, heads, tail, target, **options)
-            for index, group in folds:
-                self._pack_fold(index, group, target, stream)
+        for index, (segment, group) in enumerate(zip(self._matrix.segments, sources, strict=True)):
+            count = len(group) if segment.numel else 0
+            if count > MAX_LIST:
+                folds.append((index, group))  # overwrites what this launch fills in
+                count = 0
+            if len(heads) + len(tail) + 1 + (count if count > 1 else 0) > ENTRIES:
+                self._kernel.launch(first, heads, tail, target, **options)
+                first, heads, tail = index, [], []
+            pointers = [self._address(view, copies, options["stream"]) for view in group[:count]]
+            if count > 1:
+                heads.append(LIST | count << 32 | len(tail))
+                tail += pointers
+            else:
+                heads += pointers or [0]
+        self._kernel.launch(first, heads, tail, target, **options)
+        for index, group in folds:
+            self._pack_fold(index, group, target, options["stream"])
 
     def _address(self, view: View, copies: list[Array], stream: Any) -> int:
         if view.strides is None:

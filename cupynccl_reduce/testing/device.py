@@ -1,0 +1,166 @@
+"""Simulated streams and events: work is queued, and run when the scheduler says. No arrays."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .findings import RaceError, tell_race
+from .scheduler import call_site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cupynccl_reduce.detector import Operation
+
+    from .scheduler import Scheduler
+
+__all__ = ["SimEvent", "SimStream", "Work"]
+
+Range = tuple[int, int]  # (address, nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One piece of queued work: what it does, and when it may."""
+
+    told: str
+    run: Callable[[], None]
+    ready: Callable[[], bool]
+
+
+@dataclass(slots=True, eq=False)
+class _Marker:
+    """One record of an event."""
+
+    clock: dict[int, int]
+    site: str
+    done: bool = False
+
+
+def _always() -> bool:
+    return True
+
+
+class SimStream:
+    """An in-order queue of one rank's device work."""
+
+    def __init__(self, scheduler: Scheduler, rank: int, name: str) -> None:
+        self.name = f"{name} of rank {rank}"
+        self.rank = rank
+        self.scheduler = scheduler
+        self.lane = scheduler.detector.lane(self.name)
+        self.work: deque[Work] = deque()
+        scheduler.streams.append(self)
+
+    def ready(self) -> bool:
+        """Whether there is a first piece of work and it may run."""
+        return bool(self.work) and self.work[0].ready()
+
+    def run(self) -> None:
+        """Run the first piece of work."""
+        self.work.popleft().run()
+
+    def waits_for(self) -> str:
+        """Return what the first piece of work waits for."""
+        return f"{self.name} waits with {self.work[0].told}" if self.work else ""
+
+    def queue(  # one declaration, written in one place
+        self,
+        what: Operation,
+        run: Callable[[], None],
+        *,
+        reads: Iterable[Range] = (),
+        writes: Iterable[Range] = (),
+        ready: Callable[[], bool] = _always,
+    ) -> Work:
+        """Queue an operation that touches just these bytes; report a race with what came before.
+
+        The caller lets others run afterwards (`Scheduler.pause`), where it may be interrupted.
+        """
+        detector, scheduler = self.scheduler.detector, self.scheduler
+        detector.follow(self.lane, scheduler.hosts[self.rank].lane)
+        detector.begin(what, self.lane)
+        check_accesses(scheduler, what, reads, writes)
+        scheduler.count_overlaps(self.rank, what)
+        if scheduler.wrap is not None:
+            run = scheduler.wrap(what, run, tuple(reads), tuple(writes))
+        work = Work(f"{what.kind} {what.label}", run, ready)
+        self.work.append(work)
+        return work
+
+    def wait_event(self, event: SimEvent) -> None:
+        """Hold back later work until `event`'s present record has passed."""
+        scheduler, marker = self.scheduler, event.marker
+        if marker is None:
+            scheduler.unrecorded_waits += 1
+        elif scheduler.takes_wait(marker.site):
+            detector = scheduler.detector
+            detector.follow(self.lane, scheduler.hosts[self.rank].lane)
+            detector.join(self.lane, marker.clock)
+            told = f"wait for the event recorded at {marker.site}"
+            self.work.append(Work(told, lambda: None, lambda: marker.done))
+        scheduler.pause()
+
+    def synchronize(self) -> None:
+        """Block the host until everything queued so far is done."""
+        event = SimEvent(self.scheduler)
+        event.record(self)
+        event.synchronize()
+
+    def __repr__(self) -> str:
+        return f"<SimStream {self.name}, {len(self.work)} queued>"
+
+
+class SimEvent:
+    """A point in a SimStream. Recording again moves it; earlier waits keep what they saw."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.marker: _Marker | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the recorded point has passed; knowing that it has is an edge to the host."""
+        self._scheduler.pause()
+        if self.marker is not None and self.marker.done:
+            self._scheduler.detector.join(self._scheduler.host.lane, self.marker.clock)
+        return self.marker is None or self.marker.done
+
+    def record(self, stream: SimStream) -> None:
+        """Mark the present end of `stream`."""
+        detector = self._scheduler.detector
+        detector.follow(stream.lane, self._scheduler.hosts[stream.rank].lane)
+        marker = self.marker = _Marker(detector.snapshot(stream.lane), call_site())
+
+        def pass_() -> None:
+            marker.done = True
+
+        stream.work.append(Work(f"record at {marker.site}", pass_, _always))
+        self._scheduler.pause()
+
+    def synchronize(self) -> None:
+        """Block the host until the recorded point has passed."""
+        marker = self.marker
+        if marker is None:
+            return
+        told = f"the event recorded at {marker.site}"
+        self._scheduler.pause(lambda: marker.done, told)
+        self._scheduler.detector.join(self._scheduler.host.lane, marker.clock)
+
+
+def check_accesses(
+    scheduler: Scheduler,
+    what: Operation,
+    reads: Iterable[Range],
+    writes: Iterable[Range],
+) -> None:
+    """Report and raise a race of `what` with anything before it."""
+    for ranges, write in ((reads, False), (writes, True)):
+        for address, nbytes in ranges:
+            conflict = scheduler.detector.access(what, address, nbytes, write=write)
+            if conflict is not None:
+                error = RaceError(tell_race(conflict, scheduler.detector))
+                scheduler.report(error)
+                raise error

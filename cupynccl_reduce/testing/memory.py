@@ -1,0 +1,85 @@
+"""Check what operations declare: bytes that they do not name neither change nor matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .findings import DeclarationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cupynccl_reduce.detector import Operation
+
+    from .device import Range
+    from .scheduler import Scheduler
+
+__all__ = ["MemoryCheck"]
+
+
+class MemoryCheck:
+    """Runs every operation twice, the second time with all undeclared bytes scrambled.
+
+    A byte that changes without a declared write, and a result that depends on a byte without a
+    declared read, are each a DeclarationError. Packs and unpacks only: a collective runs in one go
+    for all ranks, on whole arrays.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._stores: list[Any] = []
+        self._random = np.random.default_rng(0)
+        scheduler.wrap = self._wrap
+
+    def watch(self, store: Any) -> None:
+        """Look after one more allocation."""
+        if store.size:
+            self._stores.append(store)
+
+    def _wrap(
+        self,
+        what: Operation,
+        run: Callable[[], None],
+        reads: tuple[Range, ...],
+        writes: tuple[Range, ...],
+    ) -> Callable[[], None]:
+        if not what.kind.startswith(("pack", "unpack")):
+            return run
+
+        def run_checked() -> None:
+            before = [store.copy() for store in self._stores]
+            run()
+            after = [store.copy() for store in self._stores]
+            for store, old, new in zip(self._stores, before, after, strict=True):
+                if bool((~_mask(store, writes) & (old != new)).any()):
+                    self._refuse(what, "writes")
+            for store, old in zip(self._stores, before, strict=True):
+                noise = self._random.integers(0, 256, store.size, np.uint8)
+                store[...] = np.where(_mask(store, reads), old, noise)
+            run()
+            for store, new in zip(self._stores, after, strict=True):
+                if bool((_mask(store, writes) & (store != new)).any()):
+                    self._refuse(what, "reads")
+                store[...] = new
+
+        return run_checked
+
+    def _refuse(self, what: Operation, verb: str) -> None:
+        error = DeclarationError(
+            f"{what.kind} {what.label}, at {what.site}, {verb} bytes that it does not declare"
+        )
+        self._scheduler.report(error)
+        raise error
+
+
+def _mask(store: Any, ranges: tuple[Range, ...]) -> Any:
+    """Return which bytes of `store` lie in one of the ranges."""
+    mask = np.zeros(store.size, bool)
+    base = store.ctypes.data
+    for address, nbytes in ranges:
+        start, stop = max(address - base, 0), min(address + nbytes - base, store.size)
+        if start < stop:
+            mask[start:stop] = True
+    return mask
