@@ -157,6 +157,19 @@ class Detector:
             block.intervals[first : first + len(touched)] = [whole]
         return conflict
 
+    def tell(self, conflict: Conflict) -> str:
+        """Return the text of a race: both operations, both call sites and the bytes."""
+        lines = [f"race on bytes {conflict.start} to {conflict.stop} of {conflict.block.label}"]
+        for when, what, writes in (
+            ("earlier", conflict.earlier, conflict.earlier_writes),
+            ("later  ", conflict.later, conflict.later_writes),
+        ):
+            told = f"{what.kind} {what.label} on {self.lanes[what.lane]}, at {what.site}"
+            lines.append(f"  {when} {'write' if writes else 'read '}: {told}")
+        earlier, later = self.lanes[conflict.earlier.lane], self.lanes[conflict.later.lane]
+        lines.append(f"  {later} never waited for that point of {earlier}")
+        return "\n".join(lines)
+
     def _cut(self, block: Block, start: int, stop: int) -> list[_Interval]:
         """Return the intervals that make up `[start, stop)` exactly."""
         touched = []

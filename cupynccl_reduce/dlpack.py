@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import DTYPES
 from .errors import GradientError, GradientTypeError, ReduceError
+from .view import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,27 +69,6 @@ FILL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(DLTensor)
 CURRENT_STREAM = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(DLTensor)
 )
-
-
-@dataclass(slots=True)
-class View:
-    """Where an array lies. Valid while `owner` is referenced.
-
-    `strides` are in elements; None means C-contiguous (strides of size-1 dimensions ignored).
-    `device` is "cpu" or "cuda". `stream` is the producer's stream (a runtime's Stream object, or a
-    raw handle as an int), or None where the producer has ordered itself already. What is written
-    to the memory reaches the array only where `writable`.
-    """
-
-    pointer: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    device: str
-    device_id: int
-    stream: Any
-    owner: Any
-    writable: bool = True
 
 
 def read(source: Any, *, stream: int | None = None) -> View:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 __all__ = [
     "CommunicationError",
+    "DeadlockError",
+    "DeclarationError",
     "GradientError",
     "GradientTypeError",
     "LayoutError",
     "MismatchError",
     "ProtocolError",
+    "RaceError",
     "ReduceError",
 ]
 
@@ -39,3 +42,15 @@ class MismatchError(ReduceError, RuntimeError):
 
 class CommunicationError(ReduceError, RuntimeError):
     """A collective failed, or the world was broken before; the first cause is `__cause__`."""
+
+
+class RaceError(ReduceError, RuntimeError):
+    """Two accesses of the same bytes, one of them a write, that nothing orders (testing)."""
+
+
+class DeadlockError(ReduceError, RuntimeError):
+    """Nothing can run any more, and not everything is done (testing)."""
+
+
+class DeclarationError(ReduceError, RuntimeError):
+    """An operation that reads or writes bytes which it does not declare (testing)."""

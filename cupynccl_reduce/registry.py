@@ -144,7 +144,9 @@ class Registry(Mapping[str, Placement]):
         columns = layout.matrix.columns
         if self.owns(layout):
             whole = Segment("", columns, columns, 0, columns)
-            return Matrix(1, columns, (whole,), layout.matrix.label), [read(self.row(layout), stream)]
+            return Matrix(1, columns, (whole,), layout.matrix.label), [
+                read(self.row(layout), stream)
+            ]
         views = [read(self.shards[name], stream) for name in layout.names]
         return layout.matrix.row(self.world.rank), views
 

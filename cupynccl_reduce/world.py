@@ -75,6 +75,8 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
         first = nccl.unique_id() if launcher.rank == 0 and launcher.world_size > 1 else b""
         token = control.all_gather(first)[0]
         communicator = nccl.NcclCommunicator(launcher.world_size, token, launcher.rank, device)
+        if any(name in os.environ for name in ("CUPYNCCL_SANITIZE", "CUPYNCCL_DELAY_SEED")):
+            return _join_sanitized(launcher, device, communicator, control)
         return _join(launcher, cuda.CudaRuntime(device), communicator, control)
     return _connect_host(launcher, control)
 
@@ -174,6 +176,18 @@ def _join(launcher: Launcher, runtime: Any, communicator: Any, control: Control)
         control,
         runtime.stream(),
     )
+
+
+def _join_sanitized(launcher: Launcher, device: int, communicator: Any, control: Control) -> World:
+    """Join with the race detector (CUPYNCCL_SANITIZE=1), operations held back by a seed."""
+    from .runtimes.sanitizer import SanitizedCommunicator, SanitizedRuntime
+
+    text = os.environ.get("CUPYNCCL_DELAY_SEED")
+    if os.environ.get("CUPYNCCL_SANITIZE", "1") != "1" or not (text is None or text.isdecimal()):
+        msg = "CUPYNCCL_SANITIZE must be 1 and CUPYNCCL_DELAY_SEED an integer >= 0, or neither set"
+        raise LayoutError(msg)
+    runtime = SanitizedRuntime(device, delay_seed=None if text is None else int(text))
+    return _join(launcher, runtime, SanitizedCommunicator(communicator, runtime), control)
 
 
 def _claim_hosts(rank: int) -> None:

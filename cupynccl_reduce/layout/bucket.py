@@ -112,9 +112,7 @@ class BucketLayout:
         return tuple(
             replace(
                 self,
-                matrix=replace(
-                    self.matrix, columns=s.columns, segments=(replace(s, column=0),)
-                ),
+                matrix=replace(self.matrix, columns=s.columns, segments=(replace(s, column=0),)),
                 shard_offset=self.shard_offset + s.column * itemsize,
             )
             for s in self.matrix.segments

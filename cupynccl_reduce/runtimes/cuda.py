@@ -99,7 +99,7 @@ class CudaRuntime:
         else:
             view = dlpack.read(source, stream=stream.ptr or LEGACY_STREAM)
             if view.stream is not None:
-                view.stream = self.adopt(view.stream)
+                view.stream = self._streams.get(view.stream) or self.adopt(view.stream)
         if view.device_id != self.device or view.device != "cuda":
             remedy = (
                 "copy it to the GPU, or use connect('host')"
@@ -138,7 +138,7 @@ class CudaRuntime:
         """
         if stream is None:
             return cupy.cuda.get_current_stream(self.device)
-        if isinstance(stream, cupy.cuda.Stream | cupy.cuda.ExternalStream):
+        if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
             return stream
         if isinstance(stream, int):
             handle = stream
@@ -233,7 +233,7 @@ class CudaRuntime:
         strides = None
         if not source.flags.c_contiguous:
             strides = tuple(stride // source.itemsize for stride in source.strides)
-        device = source.device.id
+        device = source.data.device_id
         stream = cupy.cuda.get_current_stream(device)
         pointer = source.data.ptr
         return dlpack.View(pointer, name, source.shape, strides, "cuda", device, stream, source)

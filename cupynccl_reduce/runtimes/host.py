@@ -230,20 +230,11 @@ def _zero_padding(segment: Segment, block: Array) -> None:
 def _flat(view: View) -> Array:
     """Return the logical elements of `view` in order: a view where contiguous, else a copy."""
     dtype = _numpy_dtype(view.dtype)
-    if 0 in view.shape:
+    start, nbytes = view.span
+    if not nbytes:
         return np.empty(0, dtype)
+    memory = memoryview((ctypes.c_char * nbytes).from_address(start)).cast("B")
     if view.strides is None:
-        numel = 1
-        for extent in view.shape:
-            numel *= extent
-        return np.frombuffer(_memory(view.pointer, numel * dtype.itemsize), dtype)
-    reach = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]
-    below = sum(r for r in reach if r < 0) * dtype.itemsize
-    span = sum(abs(r) for r in reach) * dtype.itemsize + dtype.itemsize
-    memory = _memory(view.pointer + below, span)
+        return np.frombuffer(memory, dtype)
     strides = tuple(stride * dtype.itemsize for stride in view.strides)
-    return np.ndarray(view.shape, dtype, memory, -below, strides).reshape(-1)
-
-
-def _memory(pointer: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(pointer)).cast("B")
+    return np.ndarray(view.shape, dtype, memory, view.pointer - start, strides).reshape(-1)

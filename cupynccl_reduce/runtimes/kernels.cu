@@ -83,14 +83,30 @@ template <class T> __device__ T times(T a, T b) { return static_cast<T>(a * b); 
 template <class T> __device__ T over(T a, T b) { return static_cast<T>(a / b); }
 
 template <class T> __device__ void convert(T x, T& y) { y = x; }
-__device__ void convert(float16 x, float32& y) { asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); }
-__device__ void convert(float16 x, float64& y) { asm("cvt.f64.f16 %0, %1;" : "=d"(y) : "h"(x.bits)); }
-__device__ void convert(float32 x, float64& y) { asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x)); }
-__device__ void convert(bfloat16 x, float32& y) { y = __uint_as_float(uint32(x.bits) << 16); }
-__device__ void convert(bfloat16 x, float64& y) { convert(__uint_as_float(uint32(x.bits) << 16), y); }
-__device__ void convert(float64 x, float32& y) { asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x)); }
-__device__ void convert(float32 x, float16& y) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x)); }
-__device__ void convert(float64 x, float16& y) { asm("cvt.rn.f16.f64 %0, %1;" : "=h"(y.bits) : "d"(x)); }
+__device__ void convert(float16 x, float32& y) {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+}
+__device__ void convert(float16 x, float64& y) {
+    asm("cvt.f64.f16 %0, %1;" : "=d"(y) : "h"(x.bits));
+}
+__device__ void convert(float32 x, float64& y) {
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+}
+__device__ void convert(bfloat16 x, float32& y) {
+    y = __uint_as_float(static_cast<uint32>(x.bits) << 16);
+}
+__device__ void convert(bfloat16 x, float64& y) {
+    convert(__uint_as_float(static_cast<uint32>(x.bits) << 16), y);
+}
+__device__ void convert(float64 x, float32& y) {
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+}
+__device__ void convert(float32 x, float16& y) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+}
+__device__ void convert(float64 x, float16& y) {
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(y.bits) : "d"(x));
+}
 __device__ void convert(float32 x, bfloat16& y) {
     const uint32 bits = __float_as_uint(x);
     const bool nan = (bits & 0x7fffffff) > 0x7f800000;  // rounding up could make it an infinity
@@ -142,7 +158,8 @@ template <class T, int V> __device__ bool aligned(const T* p) {
 }
 
 // Elements that make 16 bytes of the wider dtype.
-template <class S, class T> constexpr int widest = 16 / (sizeof(S) > sizeof(T) ? sizeof(S) : sizeof(T));
+template <class S, class T>
+constexpr int widest = 16 / (sizeof(S) > sizeof(T) ? sizeof(S) : sizeof(T));
 
 // Words that a thread loads before it stores any: hides the latency of memory.
 #ifndef UV
@@ -187,7 +204,9 @@ struct Tile {
     }
 
     __device__ int64 flat() const { return row * segment.width + column; }
-    __device__ int64 cell(const Arguments& a) const { return row * a.columns + segment.column + column; }
+    __device__ int64 cell(const Arguments& a) const {
+        return row * a.columns + segment.column + column;
+    }
 };
 
 // ---- pack -------------------------------------------------------------------------------------
@@ -203,35 +222,32 @@ struct Sources {
 
 // Pack `length` elements, a multiple of V, from `flat` on.
 template <class S, class T, int V>
-__device__ void pack_run(const Arguments& a, Sources sources, int64 flat, T* out, int length, const Tile& tile) {
+__device__ void pack_run(
+    const Arguments& a, Sources sources, int64 flat, T* out, int length, const Tile& tile) {
     using A = typename Sum<S, T>::type;
     constexpr int U = unroll<V>;
     const int stride = tile.lanes * V;
     ROLLED for (int begin = tile.lane * V; begin < length; begin += U * stride) {
         Lanes<S, V> in[U];
         const S* const source = sources.at<S>(a, 0, flat + begin);
-        EACH(u, U)
-            if (begin + u * stride < length) in[u].load(source + u * stride);
+        EACH(u, U) if (begin + u * stride < length) in[u].load(source + u * stride);
         if constexpr (same<S, T>) {
-            if (sources.count == 1 && !(a.mode & (DIVIDE | SCALE))) {  // the bits as they are: NaN payloads, -0.0
-                EACH(u, U)
-                    if (begin + u * stride < length) in[u].store(out + begin + u * stride);
+            if (sources.count == 1 && !(a.mode & (DIVIDE | SCALE))) {
+                // The bits as they are: NaN payloads, -0.0.
+                EACH(u, U) if (begin + u * stride < length) in[u].store(out + begin + u * stride);
                 continue;
             }
         }
         A sum[U][V];
-        EACH(u, U)
-            EACH(i, V) convert(in[u].x[i], sum[u][i]);
+        EACH(u, U) EACH(i, V) convert(in[u].x[i], sum[u][i]);
         ROLLED for (uint32 k = 1; k < sources.count; ++k) {
             const S* const other = sources.at<S>(a, k, flat + begin);
-            EACH(u, U)
-                if (begin + u * stride < length) in[u].load(other + u * stride);
-            EACH(u, U)
-                EACH(i, V) {
-                    A term;
-                    convert(in[u].x[i], term);
-                    sum[u][i] = plus(sum[u][i], term);
-                }
+            EACH(u, U) if (begin + u * stride < length) in[u].load(other + u * stride);
+            EACH(u, U) EACH(i, V) {
+                A term;
+                convert(in[u].x[i], term);
+                sum[u][i] = plus(sum[u][i], term);
+            }
         }
         A divisor = {};
         if constexpr (!is_integer<A>) convert(a.divisor, divisor);
@@ -255,15 +271,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) pack(const __grid_constant__ 
     constexpr int V = widest<S, T>;
     const uint32 number = a.first_tile + blockIdx.x;
     const uint32 index = a.tile_segment[number];
-    Sources sources = {index - a.first_segment, 1};
-    const uint64 entry = a.entries[sources.first];
-    if (entry == 0) sources.count = 0;
-    if (entry & LIST) sources = {a.tail + static_cast<uint32>(entry), static_cast<uint32>((entry ^ LIST) >> 32)};
-
+    const uint64 entry = a.entries[index - a.first_segment];
+    Sources sources = {index - a.first_segment, entry ? 1u : 0u};
+    if (entry & LIST) {
+        sources.first = a.tail + static_cast<uint32>(entry);
+        sources.count = static_cast<uint32>((entry ^ LIST) >> 32);
+    }
     T missing = {};
     if constexpr (!is_integer<T>)
         if (a.mode & NAN_FILL) convert(__uint_as_float(0x7fc00000), missing);
-
     ROLLED for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
         const int64 flat = tile.flat();
         const int filled = tile.filled();
@@ -272,7 +288,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) pack(const __grid_constant__ 
             ROLLED for (int i = tile.lane; i < filled; i += tile.lanes) out[i] = missing;
         } else {
             bool words = aligned<T, V>(out);
-            ROLLED for (uint32 k = 0; k < sources.count; ++k) words &= aligned<S, V>(sources.at<S>(a, k, flat));
+            ROLLED for (uint32 k = 0; k < sources.count; ++k)
+                words &= aligned<S, V>(sources.at<S>(a, k, flat));
             const int whole = words ? filled / V * V : 0;
             pack_run<S, T, V>(a, sources, flat, out, whole, tile);
             pack_run<S, T, 1>(a, sources, flat + whole, out + whole, filled - whole, tile);

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .findings import RaceError, tell_race
+from .findings import RaceError
 from .scheduler import call_site
 
 if TYPE_CHECKING:
@@ -161,6 +161,6 @@ def check_accesses(
         for address, nbytes in ranges:
             conflict = scheduler.detector.access(what, address, nbytes, write=write)
             if conflict is not None:
-                error = RaceError(tell_race(conflict, scheduler.detector))
+                error = RaceError(scheduler.detector.tell(conflict))
                 scheduler.report(error)
                 raise error

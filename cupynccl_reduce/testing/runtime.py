@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -227,7 +226,7 @@ class SimPack:
         stream.queue(
             operation("pack of", self._label),
             lambda: self._kernel.run(bare, out, fill),
-            reads=[_span(view) for group in bare for view in group],
+            reads=[view.span for group in bare for view in group],
             writes=[range_of(target)],
         )
         stream.scheduler.pause()
@@ -246,7 +245,7 @@ class SimUnpack:
         """Queue the unpack. It keeps nothing alive."""
         bare = [replace(view, owner=None) for view in targets]
         row = still(source)
-        spans = [_span(view) for view in bare]
+        spans = [view.span for view in bare]
         stream.queue(
             operation("unpack of", self._label),
             lambda: self._kernel.run(row, bare, accumulate),
@@ -265,16 +264,6 @@ def still(array: Array) -> Array:
     """Return the same memory, keeping nothing alive."""
     memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
     return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)
-
-
-def _span(view: View) -> Range:
-    """Return the bytes from the first to the last element of a view."""
-    itemsize = DTYPES[view.dtype].itemsize
-    if view.strides is None or 0 in view.shape:
-        return view.pointer, math.prod(view.shape) * itemsize
-    reach = [(n - 1) * stride for n, stride in zip(view.shape, view.strides, strict=True)]
-    below = sum(r for r in reach if r < 0)
-    return view.pointer + below * itemsize, (sum(map(abs, reach)) + 1) * itemsize
 
 
 def _label(matrix: Matrix) -> str:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import random
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cupynccl_reduce.detector import Detector, Operation
 
 from .findings import DeadlockError, tell_deadlock
+from .sites import Site, call_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Cancelled", "Host", "Lane", "Schedule", "Scheduler", "call_site"]
+__all__ = ["Cancelled", "Host", "Lane", "Schedule", "Scheduler"]
 
 Schedule = Literal["lazy", "eager", "random", "pct"]
 PCT_STEPS = 400  # change points fall within so many steps
-PACKAGE = __name__.rpartition(".")[0]
+STEP, SWITCH = 0.4, 0.05  # how often "random" runs device work, and other hosts, at a step
 
 
 class Cancelled(BaseException):
@@ -44,7 +45,8 @@ class Host:
     def __init__(self, rank: int, lane: int) -> None:
         self.rank = rank
         self.lane = lane
-        self.turn = threading.Semaphore(0)
+        self.turn = threading.Lock()  # held until this thread may go on
+        self.turn.acquire()
         self.until: Callable[[], bool] | None = None
         self.waits_for = ""
         self.done = False
@@ -68,10 +70,9 @@ class Scheduler:
         self.streams: list[Any] = []
         self.finding: BaseException | None = None
         self.steps = 0
-        self.unrecorded_waits = 0
         self.overlaps = 0
         self._kinds: dict[tuple[int, bool], list[Operation]] = {}
-        self.wait_sites: list[str] = []  # of each wait so far, in the order they were asked for
+        self.waits: list[tuple[Site, Site]] = []  # of each: where it was asked for, and the record
         self.dropped_wait: int | None = None
         # Set by a check that wants to run every operation itself: (what, run, reads, writes) -> run
         self.wrap: Callable[..., Callable[[], None]] | None = None
@@ -79,7 +80,8 @@ class Scheduler:
         self._random = random.Random(f"{seed} {schedule}")  # noqa: S311  # a schedule is no secret
         self._priorities: dict[Any, float] = {}
         self._changes = {self._random.randrange(PCT_STEPS) for _ in range(depth - 1)}
-        self._finished = threading.Semaphore(0)
+        self._finished = threading.Lock()
+        self._finished.acquire()
         self._cancelled = False
         self._local = threading.local()
 
@@ -95,23 +97,56 @@ class Scheduler:
         return not self._cancelled and getattr(self._local, "host", None) is not None
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
-        """Run one body per rank to its end; raise what was found."""
+        """Run one body per rank to its end."""
         threads = [
             threading.Thread(target=self._serve, args=(host, body), daemon=True)
             for host, body in zip(self.hosts, bodies, strict=True)
         ]
-        for thread in threads:
-            thread.start()
-        self.hosts[self._random.randrange(len(self.hosts))].turn.release()
-        self._finished.acquire()
-        for thread in threads:
-            thread.join()
+        # A collector that runs at a time of its own would free cycles at another point each time.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            for thread in threads:
+                thread.start()
+            self.hosts[self._random.randrange(len(self.hosts))].turn.release()
+            self._finished.acquire()
+            for thread in threads:
+                thread.join()
+        finally:
+            if collecting:
+                gc.enable()
 
     def report(self, finding: BaseException) -> None:
         """Note what was found first; every rank ends at its next step."""
         if self.finding is None:
             self.finding = finding
         self._cancelled = True
+
+    def step(self) -> None:
+        """Let device work run after something was queued. Called by the running rank.
+
+        Ranks meet only in collectives and in the side channel, so another order of what they queue
+        changes nothing that can be seen: they mostly keep the turn here, and pass it on in `pause`.
+        """
+        if self._cancelled:
+            raise Cancelled
+        if self._schedule == "random":
+            chance = self._random.random()
+            if chance >= STEP:
+                return
+            if chance >= SWITCH:
+                self.steps += 1
+                ready = [stream for stream in self.streams if stream.ready()]
+                if ready:
+                    self._run_work(ready[int(self._random.random() * len(ready))])
+        elif self._schedule == "eager":
+            while chosen := next((stream for stream in self.streams if stream.ready()), None):
+                self.steps += 1
+                self._run_work(chosen)
+        if self._cancelled:
+            raise Cancelled
+        if self._schedule == "pct" or (self._schedule == "random" and chance < SWITCH):
+            self.pause()
 
     def pause(self, until: Callable[[], bool] | None = None, waits_for: str = "") -> None:
         """Let others run; come back when chosen and `until` holds. Called by the running rank."""
@@ -127,16 +162,16 @@ class Scheduler:
     def count_overlaps(self, rank: int, what: Operation) -> None:
         """Count the packs (or collectives) before `what` that its lane knows nothing of."""
         packs = what.kind.startswith("pack")
-        if not packs and not what.kind.startswith("reduce_scatter"):
+        if not packs and what.kind != "reduce_scatter":
             return
         others = self._kinds.setdefault((rank, not packs), [])
         self.overlaps += sum(not self.detector.knows(what.lane, other) for other in others)
         self._kinds.setdefault((rank, packs), []).append(what)
 
-    def takes_wait(self, recorded_at: str) -> bool:
+    def takes_wait(self, recorded_at: Site) -> bool:
         """Count a wait; return whether it is to be honoured (edge deletion drops one)."""
-        self.wait_sites.append(f"{call_site()} for the event recorded at {recorded_at}")
-        return len(self.wait_sites) - 1 != self.dropped_wait
+        self.waits.append((call_site(), recorded_at))
+        return len(self.waits) - 1 != self.dropped_wait
 
     def _serve(self, host: Host, body: Callable[[], None]) -> None:
         self._local.host = host
@@ -150,20 +185,18 @@ class Scheduler:
 
     def _pass_on(self, host: Host) -> None:
         """Run device work until a host is chosen; give it the turn and wait for ours."""
-        while True:
+        while not self._cancelled:
             chosen = self._choose(host)
             if chosen is host:
                 return
             if chosen is None:
                 self.report(DeadlockError(tell_deadlock(self._who_waits())))
-                return
-            if isinstance(chosen, Host):
+            elif isinstance(chosen, Host):
                 chosen.turn.release()
                 host.turn.acquire()
                 return
-            chosen.run()
-            if self._cancelled:
-                return
+            else:
+                self._run_work(chosen)
 
     def _leave(self, host: Host) -> None:
         """Give the turn to whoever is left; the last one out runs the rest of the device work."""
@@ -177,27 +210,36 @@ class Scheduler:
                 chosen.turn.release()
                 return
             else:
-                chosen.run()
+                self._run_work(chosen)
         left = [h for h in self.hosts if not h.done]
         if left:
             left[0].turn.release()
         else:
             self._finished.release()
 
+    def _run_work(self, stream: Lane) -> None:
+        """Run one piece of device work; what it raises is found, and belongs to no host."""
+        try:
+            stream.run()
+        except Exception as error:  # noqa: BLE001  # raised again by Simulation.run
+            self.report(error)
+
     def _choose(self, host: Host) -> Any:
         """Return the host or stream that goes next, or None if nothing can."""
         self.steps += 1
+        streams: list[Any] = []
+        if self._schedule != "lazy":
+            streams = [s for s in self.streams if s.ready()]
+        if self._schedule == "eager" and streams:
+            return streams[0]
         hosts = [h for h in self.hosts[host.rank :] + self.hosts[: host.rank] if h.ready()]
-        if self._schedule == "lazy" and hosts:
-            return hosts[0]
-        streams = [s for s in self.streams if s.ready()]
         if self._schedule in ("lazy", "eager"):
-            return (streams or hosts or [None])[0]
+            return hosts[0] if hosts else next((s for s in self.streams if s.ready()), None)
         ready = hosts + streams
         if not ready:
             return None
         if self._schedule == "random":
-            return ready[self._random.randrange(len(ready))]
+            return ready[int(self._random.random() * len(ready))]
         for lane in ready:
             if lane not in self._priorities:
                 self._priorities[lane] = self._random.random()
@@ -214,25 +256,3 @@ class Scheduler:
             if not h.done
         ]
         return told + [waits for s in self.streams if (waits := s.waits_for())]
-
-
-def call_site() -> str:
-    """Return where the engine, and the code that called it, asked for something."""
-    frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads source files
-    engine = ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(PACKAGE):
-            site = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-            if not module.startswith("cupynccl_reduce") and module not in ("contextlib", "weakref"):
-                return f"{engine} (called from {site})" if engine else site
-            engine = engine or f"{site} {frame.f_code.co_name}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return engine or "?"
-
-
-def operation(kind: str, label: str) -> Operation:
-    """Return a new operation that is asked for here."""
-    return Operation(kind, label, call_site())

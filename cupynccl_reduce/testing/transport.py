@@ -140,7 +140,7 @@ class SimCommunicator:
         """Free the hosts that wait in the side channel of this world."""
         self._exchange.aborted = True
 
-    def _queue(  # one declaration, written in one place
+    def _queue(  # noqa: PLR0917  # one declaration, written in one place
         self,
         kind: str,
         label: str,

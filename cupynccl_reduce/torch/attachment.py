@@ -14,7 +14,7 @@ from cupynccl_reduce.reducer import Reducer
 from cupynccl_reduce.registry import Registry
 
 from .sharded import Sharded
-from .tensors import as_tensor, current_stream, distinct, trainable
+from .tensors import as_bytes, as_tensor, current_stream, distinct, trainable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -156,7 +156,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], world: World, device: torch.devi
     event = world.runtime.event()
     for tensor in map(distinct, tensors):
         dense = tensor.contiguous()
-        for piece in torch.split(dense.reshape(-1).view(torch.uint8), nbytes):
+        for piece in torch.split(as_bytes(dense), nbytes):
             mine = staged[: piece.numel()]
             mine.copy_(piece)
             # The stage is written before it is sent, and was read by then.

@@ -10,7 +10,7 @@ from torch.utils.dlpack import from_dlpack
 if TYPE_CHECKING:
     from collections.abc import Container
 
-__all__ = ["as_tensor", "current_stream", "distinct", "find_stray", "trainable"]
+__all__ = ["as_bytes", "as_tensor", "current_stream", "distinct", "find_stray", "trainable"]
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -38,11 +38,17 @@ def as_tensor(array: Any, dtype: str) -> torch.Tensor:
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of an expanded tensor that repeats nothing; all of any other."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, min(tensor.shape[dim], 1))
+    """Return the part of an expanded tensor that repeats no memory; all of any other."""
+    for dim in reversed(range(tensor.ndim)):
+        if tensor.stride(dim) == 0:
+            tensor = tensor.select(dim, 0)
     return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as a flat tensor of bytes over the same memory."""
+    # reshape() keeps the stride of a single element, and view() then finds it not contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def current_stream(device: torch.device) -> Any:

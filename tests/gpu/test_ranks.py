@@ -106,8 +106,8 @@ def test_k5_the_library_and_torch_load_in_either_order(order: str) -> None:
 
 def test_k7_a_failed_start_of_nccl_tells_where_and_with_what() -> None:
     import cupy
-    from cupynccl_reduce.communicators.nccl import NcclCommunicator
 
+    from cupynccl_reduce.communicators.nccl import NcclCommunicator
     from cupynccl_reduce.errors import CommunicationError
 
     class Broken:
@@ -136,3 +136,36 @@ def test_a9_two_threads_on_their_default_streams_do_not_mix() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "UNMIXED" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_200_delay_seeds_with_poison_give_equal_bits_and_no_race(ranks: int) -> None:
+    result = start(ranks, str(PROGRAMS / "hazards.py"), CUPYNCCL_SANITIZE="1")
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout
+    for rank in range(ranks):
+        assert f"OK two_hundred_delay_seeds_give_equal_bits rank {rank}" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_is_clean_under_the_race_detector(ranks: int) -> None:
+    for program in ("ranks", "train"):
+        result = start(ranks, str(PROGRAMS / f"{program}.py"), CUPYNCCL_SANITIZE="1")
+        print(result.stdout)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "send_buffer_reused_without_waiting",
+        "gradients_dropped_after_enqueue",
+        "no_producer_is_waited_for",
+        "only_the_last_producer_is_waited_for",
+    ],
+)
+def test_a_planted_bug_is_reported_on_real_streams(bug: str) -> None:
+    result = start(2, str(PROGRAMS / "planted.py"), bug, limit_s=60, CUPYNCCL_SANITIZE="1")
+    print(result.stdout)
+    assert "SEEN by rank" in result.stdout, result.stdout
+    assert "MISSED" not in result.stdout, result.stdout

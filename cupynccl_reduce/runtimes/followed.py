@@ -1,0 +1,87 @@
+"""CuPy's streams, events and pools, each telling the race detector what it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cupy
+
+if TYPE_CHECKING:
+    from .sanitizer import SanitizedRuntime
+
+__all__ = ["FollowedEvent", "FollowedStream", "PoolHook"]
+
+
+class FollowedStream:
+    """A CuPy stream whose waits are edges for the detector."""
+
+    def __init__(self, runtime: SanitizedRuntime, plain: Any) -> None:
+        self.ptr = plain.ptr
+        self.plain = plain
+        self.lane = runtime.detector.lane(f"stream {plain.ptr:#x}")
+        self._runtime = runtime
+
+    def wait_event(self, event: FollowedEvent) -> None:
+        """Hold back later work of this stream, and note the edge."""
+        self.plain.wait_event(event)
+        detector = self._runtime.detector
+        detector.follow(self.lane, self._runtime.host_lane())
+        detector.join(self.lane, event.clock)
+
+    def synchronize(self) -> None:
+        """Block the host, and note the edge."""
+        self.plain.synchronize()
+        self._runtime.detector.follow(self._runtime.host_lane(), self.lane)
+
+    def __enter__(self) -> Any:
+        return self.plain.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.plain.__exit__(*error)
+
+
+class FollowedEvent(cupy.cuda.Event):  # type: ignore[misc]  # CuPy is untyped
+    """A CuPy event that carries the clock of where it was recorded."""
+
+    def __init__(self, runtime: SanitizedRuntime) -> None:
+        super().__init__(disable_timing=True)
+        self.clock: dict[int, int] = {}
+        self._runtime = runtime
+
+    @property
+    def done(self) -> bool:
+        """Whether the recorded point has passed; knowing it is an edge to the host."""
+        passed = bool(super().done)
+        if passed:
+            self._runtime.detector.join(self._runtime.host_lane(), self.clock)
+        return passed
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the present end of `stream`."""
+        followed = self._runtime.adopt(stream)
+        super().record(followed)
+        detector = self._runtime.detector
+        detector.follow(followed.lane, self._runtime.host_lane())
+        self.clock = detector.snapshot(followed.lane)
+
+    def synchronize(self) -> None:
+        """Block the host, and note the edge."""
+        super().synchronize()
+        self._runtime.detector.join(self._runtime.host_lane(), self.clock)
+
+
+class PoolHook(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy is untyped
+    """Tells the runtime what CuPy's pools do on this thread."""
+
+    name = "cupynccl_reduce sanitizer"
+
+    def __init__(self, runtime: SanitizedRuntime) -> None:
+        self._runtime = runtime
+
+    def malloc_postprocess(self, **what: Any) -> None:
+        """Run by CuPy after a pool handed memory out."""
+        self._runtime.took(what["mem_ptr"], what["mem_size"])
+
+    def free_preprocess(self, **what: Any) -> None:
+        """Run by CuPy before a pool takes memory back."""
+        self._runtime.gave_back(what["mem_ptr"])

@@ -1,0 +1,77 @@
+"""Where the engine, and the code that called it, asked for something. Told only when needed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from cupynccl_reduce.detector import Operation
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+__all__ = ["Site", "call_site", "operation"]
+
+PACKAGE = __name__.partition(".")[0]
+TESTING = f"{PACKAGE}.testing"
+NO_CALLER = ("contextlib", "weakref")  # they stand between the engine and its caller
+_layers: dict[CodeType, int] = {}  # code -> 0 simulator, 1 engine, 2 in between, 3 caller
+
+
+class Site:
+    """Two places in source files: of the engine, and of its caller."""
+
+    __slots__ = ("_caller", "_engine")
+
+    def __init__(
+        self, engine: tuple[CodeType, int] | None, caller: tuple[CodeType, int] | None
+    ) -> None:
+        self._engine = engine
+        self._caller = caller
+
+    @property
+    def engine(self) -> str:
+        """The place in the engine; the caller's where the engine takes no part."""
+        place = self._engine or self._caller
+        return f"{_told(place)} {place[0].co_name}" if place else "?"
+
+    def __str__(self) -> str:
+        if self._engine is None:
+            return _told(self._caller) if self._caller else "?"
+        return self.engine + (f" (called from {_told(self._caller)})" if self._caller else "")
+
+
+def call_site() -> Site:
+    """Return where the engine, and the code that called it, asked for something."""
+    frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads source files
+    engine = None
+    while frame is not None:
+        code = frame.f_code
+        layer = _layers.get(code)
+        if layer is None:
+            layer = _layers[code] = _layer(frame.f_globals.get("__name__", ""))
+        if layer == 3:  # noqa: PLR2004  # the caller
+            return Site(engine, (code, frame.f_lineno))
+        if layer == 1 and engine is None:
+            engine = code, frame.f_lineno
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return Site(engine, None)
+
+
+def operation(kind: str, label: str) -> Operation:
+    """Return a new operation that is asked for here."""
+    return Operation(kind, label, call_site())
+
+
+def _layer(module: str) -> int:
+    if module == TESTING or module.startswith(f"{TESTING}."):
+        return 0
+    if module == PACKAGE or module.startswith(f"{PACKAGE}."):
+        return 1
+    return 2 if module in NO_CALLER else 3
+
+
+def _told(place: tuple[CodeType, int]) -> str:
+    return f"{place[0].co_filename.rpartition('/')[2]}:{place[1]}"
