@@ -23,7 +23,7 @@ class Operation:
 
     kind: str
     label: str
-    site: str
+    site: object  # told with str()
     lane: int = -1
     epoch: int = 0
 
@@ -52,6 +52,7 @@ class Block:
     nbytes: int
     label: str
     intervals: list[_Interval] = field(default_factory=list)
+    freed: Operation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +144,27 @@ class Detector:
         if block is None:
             return None
         start = address - block.base
-        stop = start + nbytes
+        stop = min(start + nbytes, block.nbytes)
+        if block.freed is not None:
+            return Conflict(
+                block.freed,
+                earlier_writes=True,
+                later=operation,
+                later_writes=write,
+                block=block,
+                start=start,
+                stop=stop,
+            )
+        first, last = self._cut(block, start, stop)
+        touched = block.intervals[first:last]
         conflict = None
-        touched = self._cut(block, start, stop)
         for interval in touched:
             conflict = conflict or self._check(operation, interval, block, write=write)
             if not write:
                 interval.reads[operation.lane] = operation
-        if write and touched:
+        if write:
             # Written alike from now on: one interval again.
-            first = block.intervals.index(touched[0])
-            whole = _Interval(touched[0].start, touched[-1].stop, operation, {})
-            block.intervals[first : first + len(touched)] = [whole]
+            block.intervals[first:last] = [_Interval(start, stop, operation, {})]
         return conflict
 
     def tell(self, conflict: Conflict) -> str:
@@ -166,26 +176,44 @@ class Detector:
         ):
             told = f"{what.kind} {what.label} on {self.lanes[what.lane]}, at {what.site}"
             lines.append(f"  {when} {'write' if writes else 'read '}: {told}")
-        earlier, later = self.lanes[conflict.earlier.lane], self.lanes[conflict.later.lane]
-        lines.append(f"  {later} never waited for that point of {earlier}")
+        if conflict.block.freed is conflict.earlier:
+            lines.append("  memory that was given back is nobody's, whatever the order")
+        else:
+            earlier, later = self.lanes[conflict.earlier.lane], self.lanes[conflict.later.lane]
+            lines.append(f"  {later} never waited for that point of {earlier}")
         return "\n".join(lines)
 
-    def _cut(self, block: Block, start: int, stop: int) -> list[_Interval]:
-        """Return the intervals that make up `[start, stop)` exactly."""
-        touched = []
-        pieces = []
-        for interval in block.intervals:
-            pieces.append(interval)
-            if interval.stop <= start or interval.start >= stop:
-                continue
-            if interval.start < start:
-                interval = interval.cut(start)  # noqa: PLW2901  # the part that is touched
-                pieces.append(interval)
-            if interval.stop > stop:
-                pieces.append(interval.cut(stop))
-            touched.append(interval)
-        block.intervals[:] = pieces
-        return touched
+    def free(self, operation: Operation, block: Block) -> Conflict | None:
+        """Note that memory is given back: a write of all of it, and whoever comes later is wrong.
+
+        For memory whose address is not used again; otherwise `access` and `remove_block`.
+        """
+        conflict = self.access(operation, block.base, block.nbytes, write=True)
+        block.freed = operation
+        return conflict
+
+    def written_by(self, address: int) -> Operation | None:
+        """Return what wrote the byte at `address` last."""
+        block = self.find(address)
+        if block is None:
+            return None
+        at = bisect_right(block.intervals, address - block.base, key=_start) - 1
+        return block.intervals[at].write
+
+    def _cut(self, block: Block, start: int, stop: int) -> tuple[int, int]:
+        """Return which intervals make up `[start, stop)` exactly, as a slice."""
+        intervals = block.intervals
+        first = bisect_right(intervals, start, key=_start) - 1
+        if intervals[first].start < start:
+            first += 1
+            intervals.insert(first, intervals[first - 1].cut(start))
+        last = first
+        while last < len(intervals) and intervals[last].stop <= stop:
+            last += 1
+        if last < len(intervals) and intervals[last].start < stop:
+            intervals.insert(last + 1, intervals[last].cut(stop))
+            last += 1
+        return first, last
 
     def _check(
         self, operation: Operation, interval: _Interval, block: Block, *, write: bool
@@ -200,3 +228,7 @@ class Detector:
                     earlier, writes, operation, write, block, interval.start, interval.stop
                 )
         return None
+
+
+def _start(interval: _Interval) -> int:
+    return interval.start

@@ -8,7 +8,7 @@ import platform
 import struct
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ class Progress:
 
     label: str
     steps: int
+    _: KW_ONLY
     shown: bool
     redraw: bool
     losses: list[float] = field(default_factory=list)
@@ -96,7 +97,6 @@ def _run(world: World, steps: int) -> int:
         alone = _new_model(vocabulary, device)
         _train_alone(alone, batches(), steps)
         max_error = _max_error(model, alone)
-    _wait_for_rank_0(world)
 
     result = (
         f"world={world.world_size} runtime={world.runtime.kind} params={numel} "
@@ -110,7 +110,7 @@ def _run(world: World, steps: int) -> int:
     if not max_error <= LIMIT:  # a NaN is a fault too
         faults.append(f"max_error is above {LIMIT}")
     _say(world, f"demo: FAILED {result}: {'; '.join(faults)}" if faults else f"demo: OK {result}")
-    # Only now may another rank leave with an error: that ends the world, and rank 0 had to speak.
+    # Here the others have waited for rank 0; a rank that leaves with an error ends the world.
     return int(any(world.control.all_gather(b"x" if faults else b"")))
 
 
@@ -132,7 +132,7 @@ def _train_sharded(
             everyone = world.control.all_gather(struct.pack("d", loss))
             return fsum(struct.unpack("d", each)[0] for each in everyone) / world.world_size
 
-        progress = Progress("all ranks", steps, world.rank == 0, _redraws())
+        progress = Progress("all ranks", steps, shown=world.rank == 0, redraw=_redraws())
         started = time.perf_counter()
         _train(model, optimizer, shares, update=update, progress=progress, mean=mean)
         elapsed_s = time.perf_counter() - started
@@ -193,14 +193,6 @@ def _max_error(model: Gpt, reference: Gpt) -> float:
 
 def _bytes(parameter: torch.Tensor) -> bytes:
     return parameter.detach().cpu().numpy().tobytes()
-
-
-def _wait_for_rank_0(world: World) -> None:
-    """Wait on the communication stream: the side channel would spin on cores that rank 0 needs."""
-    if world.world_size > 1:
-        flag = world.runtime.view(world.runtime.allocate(4), 0, 1, "float32")
-        world.communicator.all_reduce(flag, flag, "float32", "sum", world.stream)
-        world.stream.synchronize()
 
 
 def _limit_threads() -> None:

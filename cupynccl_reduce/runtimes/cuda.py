@@ -206,6 +206,13 @@ class CudaRuntime:
         It may be dropped as soon as that work is queued: the pool gives it out again to `stream`
         alone, whose order then keeps new work behind the old.
         """
+        if stream.is_capturing():
+            # A graph would go on writing there at every replay.
+            msg = (
+                "a CUDA graph cannot keep temporary memory: while capturing, hand over contiguous "
+                "arrays, and fewer than 496 for one parameter"
+            )
+            raise ProtocolError(msg)
         bits = np.dtype(f"u{DTYPES[dtype].itemsize}")
         with stream:
             return cupy.ndarray((numel,), bits, self._take(self._pool, numel * bits.itemsize))

@@ -23,21 +23,20 @@ using float64 = double;
 struct float16 { uint16 bits; };
 struct bfloat16 { uint16 bits; };
 
-#ifndef BLOCKS
-#define BLOCKS 4
-#endif
 #define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
-#define ROLLED _Pragma("unroll 1")
+#define ROLLED _Pragma("unroll 1")  // unrolled, these loops are code that is not faster
+
 constexpr int THREADS = 256;
+constexpr int BLOCKS = 4;     // at once on a multiprocessor: leaves a thread 64 registers
 constexpr int ENTRIES = 496;  // all arguments together must stay under 4 KiB
 
 struct Segment {
     int64 numel, width, column, columns;
-    int64 first_tile;    // of all tiles of the matrix
-    int64 chunks;        // tiles in one row, at least 1
-    int64 chunk;         // columns of one tile
-    int64 rows;          // of one tile
-    int64 lanes;         // threads that share a row: a power of two, at most THREADS
+    int64 first_tile;  // of all tiles of the matrix
+    int64 chunks;      // tiles side by side in a row, at least 1
+    int64 chunk;       // columns of a tile
+    int64 rows;        // of a tile
+    int64 lanes;       // threads that share a row: a power of two, at most THREADS
 };
 
 struct Arguments {
@@ -161,17 +160,9 @@ template <class T, int V> __device__ bool aligned(const T* p) {
 template <class S, class T>
 constexpr int widest = 16 / (sizeof(S) > sizeof(T) ? sizeof(S) : sizeof(T));
 
-// Words that a thread loads before it stores any: hides the latency of memory.
-#ifndef UV
-#define UV 2
-#endif
-#ifndef UN
-#define UN 4
-#endif
-#ifndef U1
-#define U1 4
-#endif
-template <int V> constexpr int unroll = V > 4 ? UV : V > 1 ? UN : U1;
+// Words that a thread loads before it stores any: hides the latency of memory. More (4 at V = 8)
+// spills registers and moves a fifth less.
+template <int V> constexpr int unroll = V > 1 ? 2 : 4;
 
 // A tile, and this thread's place in it. The segment is read again for each row (from the cache):
 // kept in registers, it would leave fewer threads room.
@@ -220,7 +211,7 @@ struct Sources {
     }
 };
 
-// Pack `length` elements, a multiple of V, from `flat` on.
+// Pack `length` elements, a multiple of V, of the flat arrays from `flat` on.
 template <class S, class T, int V>
 __device__ void pack_run(
     const Arguments& a, Sources sources, int64 flat, T* out, int length, const Tile& tile) {
@@ -300,6 +291,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) pack(const __grid_constant__ 
 
 // ---- unpack -----------------------------------------------------------------------------------
 
+// Unpack `length` elements, a multiple of V.
 template <class S, class T, int V>
 __device__ void unpack_run(const Arguments& a, const S* in, T* out, int length, const Tile& tile) {
     using A = typename Sum<S, T>::type;
@@ -340,6 +332,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) unpack(const __grid_constant_
     constexpr int V = widest<S, T>;
     const uint32 number = a.first_tile + blockIdx.x;
     const uint32 index = a.tile_segment[number];
+    // May be null, where there is no element.
     T* const target = reinterpret_cast<T*>(a.entries[index - a.first_segment]);
     ROLLED for (Tile tile(a, number, index); tile.row < tile.row_end; tile.next_row()) {
         const int filled = tile.filled();

@@ -32,7 +32,7 @@ DIVIDE, SCALE, NAN_FILL, ACCUMULATE = 1, 2, 4, 8
 HEADER = struct.Struct("=QQQqqdIIII")
 ARGUMENTS = np.dtype(f"V{HEADER.size + 8 * ENTRIES}")
 
-TILE_WORDS = 4096  # of one thread block: 64 KiB
+TILE_WORDS = 4096  # of one thread block, 64 KiB: half or twice as much moves no more
 MAX_LIST = ENTRIES - 1  # sources of one segment that one launch can sum
 
 

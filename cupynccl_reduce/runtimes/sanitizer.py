@@ -57,6 +57,7 @@ class SanitizedRuntime(CudaRuntime):
         self._lanes: dict[tuple[int, int], FollowedStream] = {}
         self._hosts: dict[int, int] = {}
         self._arenas: dict[int, tuple[Block, FollowedStream]] = {}
+        self._zeroed: set[int] = set()  # blocks of this runtime, zeroed before anyone has them
         self._found: RaceError | None = None
         self._mutex = threading.RLock()
         self.reseed(delay_seed)
@@ -104,14 +105,16 @@ class SanitizedRuntime(CudaRuntime):
                 if block is not None:
                     self.detector.remove_block(block)
                 block = self.detector.add_block(*span, "a gradient of another library")
-            if not any(interval.write for interval in block.intervals):
+            if block.base not in self._zeroed and not any(i.write for i in block.intervals):
                 self.follow("producer's write of", "a gradient", view_lane, writes=[span])
         return view
 
     def allocate(self, nbytes: int, *, memory: Memory = "device") -> Array:
         """Return zeroed bytes; they may be given back by any thread."""
         self.hook()
-        return super().allocate(nbytes, memory=memory)
+        array = super().allocate(nbytes, memory=memory)
+        self._zeroed.add(array.data.ptr)
+        return array
 
     def pack_kernel(
         self, matrix: Matrix, source_dtype: str, dtype: str, *, divisor: int = 1
@@ -194,7 +197,10 @@ class SanitizedRuntime(CudaRuntime):
             if known is None:
                 return
             block, stream = known
-            if poison:
+            # The runtime's own blocks go out again only after the whole device has come to rest.
+            own = address in self._zeroed
+            self._zeroed.discard(address)
+            if poison and not own:
                 self._note(
                     Operation("free of", block.label, _site()),
                     stream,

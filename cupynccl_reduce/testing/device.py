@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .findings import RaceError
-from .scheduler import call_site
+from .sites import Site, call_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from cupynccl_reduce.detector import Operation
+    from cupynccl_reduce.detector import Conflict, Operation
 
     from .scheduler import Scheduler
 
-__all__ = ["SimEvent", "SimStream", "Work"]
+__all__ = ["Range", "SimEvent", "SimStream", "Work", "check_accesses", "refuse"]
 
 Range = tuple[int, int]  # (address, nbytes)
 
@@ -25,7 +25,7 @@ Range = tuple[int, int]  # (address, nbytes)
 class Work:
     """One piece of queued work: what it does, and when it may."""
 
-    told: str
+    told: Callable[[], str]
     run: Callable[[], None]
     ready: Callable[[], bool]
 
@@ -35,12 +35,19 @@ class _Marker:
     """One record of an event."""
 
     clock: dict[int, int]
-    site: str
+    site: Site
     done: bool = False
+
+    def passed(self) -> bool:
+        return self.done
 
 
 def _always() -> bool:
     return True
+
+
+def _nothing() -> None:
+    return
 
 
 class SimStream:
@@ -56,7 +63,8 @@ class SimStream:
 
     def ready(self) -> bool:
         """Whether there is a first piece of work and it may run."""
-        return bool(self.work) and self.work[0].ready()
+        work = self.work
+        return bool(work) and (work[0].ready is _always or work[0].ready())
 
     def run(self) -> None:
         """Run the first piece of work."""
@@ -64,7 +72,7 @@ class SimStream:
 
     def waits_for(self) -> str:
         """Return what the first piece of work waits for."""
-        return f"{self.name} waits with {self.work[0].told}" if self.work else ""
+        return f"{self.name} waits with {self.work[0].told()}" if self.work else ""
 
     def queue(  # one declaration, written in one place
         self,
@@ -77,7 +85,7 @@ class SimStream:
     ) -> Work:
         """Queue an operation that touches just these bytes; report a race with what came before.
 
-        The caller lets others run afterwards (`Scheduler.pause`), where it may be interrupted.
+        The caller lets others run afterwards (`Scheduler.step`), where it may be interrupted.
         """
         detector, scheduler = self.scheduler.detector, self.scheduler
         detector.follow(self.lane, scheduler.hosts[self.rank].lane)
@@ -86,22 +94,20 @@ class SimStream:
         scheduler.count_overlaps(self.rank, what)
         if scheduler.wrap is not None:
             run = scheduler.wrap(what, run, tuple(reads), tuple(writes))
-        work = Work(f"{what.kind} {what.label}", run, ready)
+        work = Work(lambda: f"{what.kind} {what.label}, asked for at {what.site}", run, ready)
         self.work.append(work)
         return work
 
     def wait_event(self, event: SimEvent) -> None:
         """Hold back later work until `event`'s present record has passed."""
         scheduler, marker = self.scheduler, event.marker
-        if marker is None:
-            scheduler.unrecorded_waits += 1
-        elif scheduler.takes_wait(marker.site):
+        # Never recorded: a no-op, which nobody misses.
+        if marker is not None and scheduler.takes_wait(marker.site):
             detector = scheduler.detector
             detector.follow(self.lane, scheduler.hosts[self.rank].lane)
             detector.join(self.lane, marker.clock)
-            told = f"wait for the event recorded at {marker.site}"
-            self.work.append(Work(told, lambda: None, lambda: marker.done))
-        scheduler.pause()
+            self.work.append(Work(lambda: f"a wait for {_told(marker)}", _nothing, marker.passed))
+        scheduler.step()
 
     def synchronize(self) -> None:
         """Block the host until everything queued so far is done."""
@@ -137,16 +143,15 @@ class SimEvent:
         def pass_() -> None:
             marker.done = True
 
-        stream.work.append(Work(f"record at {marker.site}", pass_, _always))
-        self._scheduler.pause()
+        stream.work.append(Work(lambda: f"the record of {_told(marker)}", pass_, _always))
+        self._scheduler.step()
 
     def synchronize(self) -> None:
         """Block the host until the recorded point has passed."""
         marker = self.marker
         if marker is None:
             return
-        told = f"the event recorded at {marker.site}"
-        self._scheduler.pause(lambda: marker.done, told)
+        self._scheduler.pause(marker.passed, _told(marker))
         self._scheduler.detector.join(self._scheduler.host.lane, marker.clock)
 
 
@@ -161,6 +166,15 @@ def check_accesses(
         for address, nbytes in ranges:
             conflict = scheduler.detector.access(what, address, nbytes, write=write)
             if conflict is not None:
-                error = RaceError(scheduler.detector.tell(conflict))
-                scheduler.report(error)
-                raise error
+                refuse(scheduler, conflict)
+
+
+def refuse(scheduler: Scheduler, conflict: Conflict) -> None:
+    """Report a race and raise it."""
+    error = RaceError(scheduler.detector.tell(conflict))
+    scheduler.report(error)
+    raise error
+
+
+def _told(marker: _Marker) -> str:
+    return f"the event recorded at {marker.site}"

@@ -28,7 +28,6 @@ class MemoryCheck:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
         self._stores: list[Any] = []
         self._random = np.random.default_rng(0)
         scheduler.wrap = self._wrap
@@ -67,11 +66,8 @@ class MemoryCheck:
         return run_checked
 
     def _refuse(self, what: Operation, verb: str) -> None:
-        error = DeclarationError(
-            f"{what.kind} {what.label}, at {what.site}, {verb} bytes that it does not declare"
-        )
-        self._scheduler.report(error)
-        raise error
+        msg = f"{what.kind} {what.label}, at {what.site}, {verb} bytes that it does not declare"
+        raise DeclarationError(msg)
 
 
 def _mask(store: Any, ranges: tuple[Range, ...]) -> Any:

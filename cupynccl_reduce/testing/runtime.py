@@ -16,9 +16,9 @@ from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, ProtocolError
 from cupynccl_reduce.runtimes.host import HostPack, HostUnpack
 
-from .device import Range, SimEvent, SimStream, check_accesses
+from .device import Range, SimEvent, SimStream, check_accesses, refuse
 from .findings import RaceError
-from .scheduler import Scheduler, operation
+from .sites import operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from cupynccl_reduce.protocols import Array, Fill, Memory
 
     from .memory import MemoryCheck
+    from .scheduler import Scheduler
 
-__all__ = ["Reading", "SimRuntime", "range_of", "still"]
+__all__ = ["Foreign", "Reading", "SimRuntime", "range_of", "still"]
 
 POISON = 0xFF  # as a float of any width: NaN
 
@@ -40,6 +41,13 @@ class Reading:
 
     def __init__(self) -> None:
         self.value: Any = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Foreign:
+    """An array of a library that tells nobody its stream, but makes the reader's stream wait."""
+
+    array: Array
 
 
 @dataclass(slots=True, eq=False)
@@ -73,13 +81,18 @@ class SimRuntime:
         stop = offset + numel * DTYPES[dtype].itemsize
         return array[offset:stop].view(_numpy_dtype(dtype))
 
-    def read(self, source: Any, stream: Any) -> View:  # noqa: ARG002  # all producers name theirs
-        """Describe an array of this device."""
-        view = dlpack.read(source)
+    def read(self, source: Any, stream: Any) -> View:
+        """Describe an array of this device; a Foreign one makes `stream` wait by itself."""
+        foreign = isinstance(source, Foreign)
+        view = dlpack.read(source.array if foreign else source)
         if view.shape and 0 not in view.shape and not self._is_mine(view.pointer):
             msg = f"it is no memory of rank {self.rank}'s device; make it with runtime.produce()"
             raise GradientError(msg)
-        view.stream = self._current
+        view.stream = None if foreign else self._current
+        if foreign:
+            ready = self.event()
+            ready.record(self._current)
+            stream.wait_event(ready)
         return view
 
     def stream(self) -> SimStream:
@@ -139,7 +152,7 @@ class SimRuntime:
 
         what = operation("user's write of", "an array")
         self._current.queue(what, run, writes=[range_of(array)])
-        self.scheduler.pause()
+        self.scheduler.step()
 
     def consume(self, array: Array) -> Reading:
         """Queue a kernel of the user on the current stream that reads all of `array`."""
@@ -149,7 +162,7 @@ class SimRuntime:
             reading.value = source.copy()
 
         self._current.queue(operation("user's read of", "an array"), run, reads=[range_of(array)])
-        self.scheduler.pause()
+        self.scheduler.step()
         return reading
 
     def peek(self, array: Array) -> Any:
@@ -197,13 +210,13 @@ class SimRuntime:
         def run() -> None:
             store[...] = POISON
 
-        # Reported already; a finalizer cannot raise, so the rank ends at its next step.
-        with suppress(RaceError):
-            arena.queue(
-                operation("free of", memory.block.label),
-                run,
-                writes=[(memory.block.base, memory.block.nbytes)],
-            )
+        what = operation("free of", memory.block.label)
+        arena.queue(what, run)
+        conflict = self.scheduler.detector.free(what, memory.block)
+        if conflict is not None:
+            # A finalizer cannot raise, so the rank ends at its next step.
+            with suppress(RaceError):
+                refuse(self.scheduler, conflict)
 
     def _is_mine(self, pointer: int) -> bool:
         block = self.scheduler.detector.find(pointer)
@@ -229,7 +242,7 @@ class SimPack:
             reads=[view.span for group in bare for view in group],
             writes=[range_of(target)],
         )
-        stream.scheduler.pause()
+        stream.scheduler.step()
 
 
 class SimUnpack:
@@ -252,7 +265,7 @@ class SimUnpack:
             reads=[range_of(source), *(spans if accumulate else ())],
             writes=spans,
         )
-        stream.scheduler.pause()
+        stream.scheduler.step()
 
 
 def range_of(array: Array) -> Range:

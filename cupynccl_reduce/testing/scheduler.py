@@ -130,8 +130,8 @@ class Scheduler:
         """
         if self._cancelled:
             raise Cancelled
+        chance = self._random.random() if self._schedule == "random" else 0.0
         if self._schedule == "random":
-            chance = self._random.random()
             if chance >= STEP:
                 return
             if chance >= SWITCH:

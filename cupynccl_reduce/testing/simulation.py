@@ -47,6 +47,7 @@ class Simulation:
         seed: decides whatever `schedule` leaves open.
         schedule: "lazy" runs device work as late as possible, "eager" as early, "random" chooses
             among all that may run, "pct" follows random priorities with `depth - 1` changes.
+        depth: of "pct".
         drop_wait: leave out the wait_event with this number: an edge that is needed is then found.
         check_declarations: run every pack and unpack a second time on memory that is scrambled
             wherever it declares no access, and compare. Slow; for small workloads.
@@ -63,9 +64,13 @@ class Simulation:
     check_declarations: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.world_size, int) or self.world_size < 1:
-            msg = f"world_size must be an integer >= 1, not {self.world_size!r}"
-            raise LayoutError(msg)
+        for name, least in (("world_size", 1), ("depth", 1), ("drop_wait", 0)):
+            value = getattr(self, name)
+            if name == "drop_wait" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                msg = f"{name} must be an integer >= {least}, not {value!r}"
+                raise LayoutError(msg)
         if self.schedule not in SCHEDULES:
             msg = f"schedule must be one of {SCHEDULES}, not {self.schedule!r}"
             raise LayoutError(msg)
@@ -85,7 +90,8 @@ class Simulation:
         memory = MemoryCheck(scheduler) if self.check_declarations else None
         exchange = Exchange(scheduler, self.world_size)
         values: list[Any] = [None] * self.world_size
-        failures: list[BaseException] = []
+        causes: list[BaseException] = []
+        freed: list[BaseException] = []
 
         def body(rank: int) -> None:
             try:
@@ -101,22 +107,28 @@ class Simulation:
                 ) as world:
                     values[rank] = function(world)
             except Cancelled:
-                pass
+                pass  # after a finding, or another rank's failure
             except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
-                error.add_note(f"on rank {rank} of {self!r}")
-                failures.append(error)
+                # Whoever meets what is found already, or is freed by another, is a consequence.
+                if scheduler.finding is None and not isinstance(error, CommunicationError):
+                    error.add_note(f"on rank {rank} of {self!r}")
+                    causes.append(error)
+                else:
+                    freed.append(error)
 
         scheduler.run([lambda rank=rank: body(rank) for rank in range(self.world_size)])  # type: ignore[misc]
-        # Ranks freed by another's failure, and those left waiting for it, are consequences.
-        causes = [e for e in failures if not isinstance(e, CommunicationError)]
-        if scheduler.finding is not None and not causes:
+        if causes:
+            raise causes[0]
+        if scheduler.finding is not None:
             scheduler.finding.args = (f"{scheduler.finding}\n  replay: {self!r}.run(...)",)
             raise scheduler.finding
-        if failures:
-            raise (causes or failures)[0]
+        if freed:
+            raise freed[0]
         return SimulationResult(
             values=values,
             steps=scheduler.steps,
-            waits=tuple(scheduler.wait_sites),
+            waits=tuple(
+                f"{site} for the event recorded at {recorded}" for site, recorded in scheduler.waits
+            ),
             overlaps=scheduler.overlaps,
         )

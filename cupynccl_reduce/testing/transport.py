@@ -11,7 +11,7 @@ from cupynccl_reduce.communicators.fold import fold
 from cupynccl_reduce.errors import CommunicationError, MismatchError
 
 from .runtime import range_of, still
-from .scheduler import operation
+from .sites import operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -150,6 +150,10 @@ class SimCommunicator:
         stream: SimStream,
     ) -> None:
         exchange = self._exchange
+        # What it carries is part of what ranks must agree on: sizes of two buckets may be equal.
+        packed = exchange.scheduler.detector.written_by(send.ctypes.data) if send.size else None
+        if packed is not None and packed.kind.startswith("pack"):
+            label = f"{label} with {packed.label}"
         what = operation(kind, label)
         part = _Part(what, f"{kind} {label}", still(send), still(recv), stream)
 
@@ -165,7 +169,7 @@ class SimCommunicator:
             writes=[range_of(recv)],
             ready=lambda: part.done or exchange.may_run(),
         )
-        exchange.scheduler.pause()
+        exchange.scheduler.step()
 
 
 class SimControl:

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -108,6 +109,9 @@ def test_pack_in_a_cuda_graph(runtime: CudaRuntime) -> None:
     with stream:
         stream.begin_capture()
         pack(views, target, fill="zero", stream=stream)
+        strided = replace(views[0][0], strides=(-1,))
+        with pytest.raises(ProtocolError, match="contiguous"):
+            pack([[strided], []], target, fill="zero", stream=stream)
         graph = stream.end_capture()
     for value in (4.0, 12.0):
         for array in arrays:

@@ -21,9 +21,10 @@ def workload(world: cr.World, seed: int) -> bytes:
     values = [[rng.integers(-8, 8, s).astype(np.float32) for s in SHAPES] for _ in range(4)]
     order = np.random.default_rng(seed)
     specs = [cr.ParamSpec(f"p{i}", shape, "float32") for i, shape in enumerate(SHAPES)]
-    registry = cr.Registry(specs, world, bucket_bytes=8192)
+    registry = cr.Registry(specs, world, bucket_bytes=20000)
     producers = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     result = b""
+    sources = []  # they are read on other streams than their own, so the program keeps them
     with cr.Reducer(registry, op="sum") as reducer:
         for cycle in range(2):
             for micro_batch in range(2):
@@ -32,6 +33,7 @@ def workload(world: cr.World, seed: int) -> bytes:
                         stream = producers[int(order.integers(2))]
                         host = values[2 * cycle + micro_batch][i] * (world.rank + 1)
                         source = cupy.asarray(host)
+                        sources.append(source)
                         cupy.cuda.get_current_stream().synchronize()
                         with stream:
                             grad = cupy.empty_like(source)
@@ -47,8 +49,8 @@ def workload(world: cr.World, seed: int) -> bytes:
             with reader:
                 spin(reader, 0.2)
                 copies = {name: array.copy() for name, array in shards.items()}
-            result += bits(copies) if cycle else b""
             reader.synchronize()
+            result += bits(copies)
     return result
 
 
