@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     code = 1
     try:
-        code = _demo(args)
+        code = _COMMANDS[args.command](args)
     except ReduceError as error:
         print(f"cupynccl-reduce: error: {error}", file=sys.stderr)
     except BaseException:  # shown before the world ends, then raised as it is
@@ -65,7 +65,32 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--share-gpu", action="store_true", help="let several ranks of this host use one GPU"
     )
+    prove = commands.add_parser(
+        "prove",
+        help="simulate a bucket plan under many schedules, with the race detector",
+        description=(
+            "Run the engine on a model's bucket plan in a simulator, with random arrival orders, "
+            "streams and missing gradients, and look for races, deadlocks and wrong values."
+        ),
+    )
+    prove.add_argument(
+        "--model", default="gpt2", help="gpt2, or a JSON file: [[name, shape, dtype], ...] (gpt2)"
+    )
+    prove.add_argument("--dtype", default="bfloat16", help="of a built-in model (bfloat16)")
+    prove.add_argument("--world-size", type=_count, default=2, metavar="N", help="ranks (2)")
+    prove.add_argument("--runs", type=_count, default=40, metavar="K", help="simulations (40)")
+    prove.add_argument(
+        "--bucket-bytes", type=_count, default=64 << 20, metavar="B", help="of the plan (64 MiB)"
+    )
     return parser
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        msg = f"{count} is too few; at least 1"
+        raise argparse.ArgumentTypeError(msg)
+    return count
 
 
 def _steps(text: str) -> int:
@@ -85,6 +110,21 @@ def _demo(args: argparse.Namespace) -> int:
         msg = "the demo needs torch, which is not installed; pip install 'cupynccl-reduce[torch]'"
         raise LayoutError(msg) from error
     return run_demo(steps=args.steps, share_gpu=args.share_gpu)
+
+
+def _prove(args: argparse.Namespace) -> int:
+    from .prove import run_prove
+
+    return run_prove(
+        model=args.model,
+        dtype=args.dtype,
+        world_size=args.world_size,
+        runs=args.runs,
+        bucket_bytes=args.bucket_bytes,
+    )
+
+
+_COMMANDS = {"demo": _demo, "prove": _prove}
 
 
 def _is_one_of_many() -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import ml_dtypes
@@ -18,7 +19,7 @@ from cupynccl_reduce.runtimes.host import HostPack, HostUnpack
 
 from .device import Range, SimEvent, SimStream, check_accesses, refuse
 from .findings import RaceError
-from .sites import operation
+from .sites import call_site, operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +70,7 @@ class SimRuntime:
         self.rank = rank
         self._memory: list[_Memory] = []
         self._check = check
-        self._names = iter(("communication stream", "copy stream"))
+        self._numbers = count(1)
         self._current = SimStream(scheduler, rank, "caller's stream")
 
     def allocate(self, nbytes: int, *, memory: Memory = "device") -> Array:
@@ -97,7 +98,8 @@ class SimRuntime:
 
     def stream(self) -> SimStream:
         """Return a new stream."""
-        return SimStream(self.scheduler, self.rank, next(self._names, "a side stream"))
+        name = "copy stream" if call_site().in_engine else f"side stream {next(self._numbers)}"
+        return SimStream(self.scheduler, self.rank, name)
 
     def event(self) -> SimEvent:
         """Return a new event, not recorded."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cupynccl_reduce.errors import CommunicationError, LayoutError
 from cupynccl_reduce.protocols import World
 
+from .device import SimStream
 from .memory import MemoryCheck
 from .runtime import SimRuntime
 from .scheduler import Cancelled, Schedule, Scheduler
@@ -103,7 +104,7 @@ class Simulation:
                     runtime,
                     SimCommunicator(exchange, rank),
                     SimControl(exchange, rank),
-                    runtime.stream(),
+                    SimStream(scheduler, rank, "communication stream"),
                 ) as world:
                     values[rank] = function(world)
             except Cancelled:

@@ -30,6 +30,11 @@ class Site:
         self._caller = caller
 
     @property
+    def in_engine(self) -> bool:
+        """Whether the engine asked for it, not its caller."""
+        return self._engine is not None
+
+    @property
     def engine(self) -> str:
         """The place in the engine; the caller's where the engine takes no part."""
         place = self._engine or self._caller

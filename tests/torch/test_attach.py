@@ -40,10 +40,8 @@ DTYPES = [
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(
-        one.detach().contiguous().reshape(-1).view(torch.uint8),
-        other.detach().contiguous().reshape(-1).view(torch.uint8),
-    )
+    flat = (t.detach().clone(memory_format=torch.contiguous_format) for t in (one, other))
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in flat))
 
 
 def build_model(seed: int) -> nn.Module:
@@ -65,6 +63,8 @@ def build_model(seed: int) -> nn.Module:
     model.register_buffer("channels_last", strided)
     model.register_buffer("every_other", draw(torch.int64, 10)[::2])
     model.register_buffer("expanded", draw(torch.float32, 4, 1).expand(4, 5), persistent=False)
+    model.register_buffer("one_expanded", draw(torch.float32, 1).expand(5))
+    model.register_buffer("one_strided", draw(torch.float64, 14)[::7][:1])
     model.weight = nn.Parameter(draw(torch.float32, 5, 3).t())
     model.low = nn.Parameter(draw(torch.bfloat16, 9))
     model.frozen = nn.Parameter(draw(torch.float32, 4), requires_grad=False)
@@ -85,10 +85,10 @@ def test_every_rank_gets_rank_0s_model(
                 place = sharded.registry[name]
                 full = model.get_parameter(name).detach().reshape(-1)
                 assert same_bits(shard, full[place.start : place.stop].to(shard.dtype))
-        return dict(model.state_dict(), expanded=model.expanded)
+        return dict(model.named_buffers(), **dict(model.named_parameters()))
 
-    expected = build_model(0)
-    expected = dict(expected.state_dict(), expanded=expected.expanded)
+    source = build_model(0)
+    expected = dict(source.named_buffers(), **dict(source.named_parameters()))
     for state in run(world_size, rank):
         assert set(state) == set(expected)
         for name, tensor in expected.items():

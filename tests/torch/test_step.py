@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +83,33 @@ def test_training_equals_one_process(world_size: int, options: dict[str, Any]) -
                 # fp32: the mean over ranks is rounded in another order than the batch's, and Adam
                 # divides by the square root of gradients that may be near 0.
                 torch.testing.assert_close(states[step][name], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_micro_batches_equal_the_whole_batch(local: bool) -> None:
+    net, data = build_mlp(), build_batches(3)
+    expected = train_alone(copy.deepcopy(net), data)
+
+    def rank(world: World) -> Any:
+        model = copy.deepcopy(net)
+        states = []
+        with attach(model, world) as sharded:
+            optimizer = adamw(sharded.named_parameters())
+            for inputs, labels in data:
+                first, second = (slice(world.rank + 2 * k, None, 4) for k in range(2))
+                with sharded.no_sync() if local else nullcontext():
+                    loss = functional.cross_entropy(model(inputs[first]), labels[first])
+                    sharded.backward(loss / 2)
+                loss = functional.cross_entropy(model(inputs[second]), labels[second])
+                sharded.backward(loss / 2)
+                sharded.step(optimizer)
+                states.append(copy.deepcopy(model.state_dict()))
+        return states
+
+    for states in run(2, rank):
+        for step, state in enumerate(states):
+            for name, wanted in expected[step].items():
+                torch.testing.assert_close(state[name], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_sgd_equals_numpy_model_bit_for_bit() -> None:  # N7

@@ -1,0 +1,89 @@
+"""Factories that tests share. Never imported from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+import cupynccl_reduce
+from cupynccl_reduce import ParamSpec, Reducer, Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from cupynccl_reduce import World
+
+# Laws are about values and order, never about time: a slow machine changes no verdict.
+settings.register_profile("laws", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", settings.get_profile("laws"), max_examples=5000)
+settings.load_profile("laws")
+
+
+@pytest.fixture(scope="session")
+def make_params() -> Callable[..., list[ParamSpec]]:
+    """Return a factory: shapes (an integer is a length) -> parameters p0, p1, ..."""
+
+    def make(
+        *shapes: int | tuple[int, ...], dtype: str = "float32", **fields: Any
+    ) -> list[ParamSpec]:
+        return [
+            ParamSpec(f"p{i}", (shape,) if isinstance(shape, int) else shape, dtype, **fields)
+            for i, shape in enumerate(shapes)
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reduce_cycle() -> Callable[..., dict[str, Any]]:
+    """Return a function that reduces one cycle on one rank, and puts all shards together.
+
+    `backwards` has one mapping, name -> gradient (None skips it), for each backward.
+    """
+
+    def reduce(
+        world: World,
+        params: Sequence[ParamSpec],
+        *backwards: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        bucket_bytes: int = 1 << 20,
+        **options: Any,
+    ) -> dict[str, Any]:
+        registry = Registry(params, world, bucket_bytes=bucket_bytes)
+        with Reducer(registry, **options) as reducer:
+            for gradients in backwards:
+                with reducer.backward():
+                    for name, grad in dict(gradients).items():
+                        if grad is None:
+                            reducer.skip_grad(name)
+                        else:
+                            reducer.reduce_grad(name, grad)
+            return registry.gather(reducer.wait())
+
+    return reduce
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs source in a fresh interpreter, with a wall limit.
+
+    For what may crash or hang, and for what must not be imported yet.
+    """
+    paths = [str(Path(cupynccl_reduce.__file__).parents[1]), str(Path(__file__).parent)]
+
+    def run(source: str, *, env: Mapping[str, str] = {}, limit_s: float = 60.0) -> Any:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", source],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **env},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+
+    return run

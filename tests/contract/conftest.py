@@ -1,0 +1,29 @@
+"""The runtimes under test. Never imported from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cupynccl_reduce.runtimes.host import HostRuntime
+from cupynccl_reduce.world import _count_gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module", params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def runtime(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return each runtime in turn; closed at the end of the module, twice."""
+    if request.param == "host":
+        made: Any = HostRuntime()
+    else:
+        if not _count_gpus():
+            pytest.skip("no NVIDIA device is visible")
+        from cupynccl_reduce.runtimes.cuda import CudaRuntime
+
+        made = CudaRuntime(0)
+    yield made
+    made.close()
+    made.close()
