@@ -158,11 +158,11 @@ class HostPack:
         for piece in pieces[1:]:
             total += piece.astype(self._compute, copy=False)
         if self._divisor == 1:
-            part[...] = total
+            part[...] = _narrow(total, part.dtype)
         elif part.dtype == self._compute:
             np.divide(total, self._divisor, out=part)
         else:
-            part[...] = np.divide(total, self._divisor)
+            part[...] = _narrow(np.divide(total, self._divisor), part.dtype)
 
 
 class HostUnpack:
@@ -189,11 +189,10 @@ class HostUnpack:
                 part = block[rows, columns]
                 out = flat[start:stop].reshape(part.shape)
                 if accumulate:
-                    out[...] = out.astype(self._compute, copy=False) + part.astype(
-                        self._compute, copy=False
-                    )
+                    total = out.astype(self._compute) + part.astype(self._compute, copy=False)
+                    out[...] = _narrow(total, out.dtype)
                 else:
-                    out[...] = part
+                    out[...] = _narrow(part, out.dtype)
 
 
 def _tiles(segment: Segment) -> Iterator[tuple[int, int, slice, slice]]:
@@ -215,6 +214,23 @@ def _tiles(segment: Segment) -> Iterator[tuple[int, int, slice, slice]]:
             stop = min(start + TILE, end)
             columns = slice(start - begin, stop - begin)
             yield start, stop, slice(row, row + 1), columns
+
+
+def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Return values whose cast to `dtype` rounds only once.
+
+    ml_dtypes takes float64 to bfloat16 through float32. Rounding to odd there keeps the second
+    rounding right (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    if values.dtype != np.float64 or dtype.kind != "V":
+        return values
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    wide = single.astype(np.float64)
+    bits = single.view(np.uint32)
+    bits -= (np.abs(wide) > np.abs(values)).astype(np.uint32)  # towards zero
+    bits |= (wide != values).astype(np.uint32)
+    return single
 
 
 def _zero_padding(segment: Segment, block: Array) -> None:

@@ -123,8 +123,8 @@ class Sharded:
                         self._reducer.skip_grad(name)  # frozen since: its bucket need not wait
                 torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
                 for name, param in self._params.items():
-                    if param.grad is not None:
-                        self._hand_over(name, param)
+                    if param.grad is not None:  # of no_sync(), and untouched by this backward
+                        self._arrived(name, param)
             finally:
                 self._mode = _Mode.OUTSIDE
         self._local = False
@@ -216,7 +216,8 @@ class Sharded:
     def _arrived(self, name: str, param: torch.Tensor) -> None:
         """Run as the hook: torch gives it the parameter, whose gradient is complete in p.grad."""
         if self._mode is _Mode.REDUCING:
-            self._hand_over(name, param)
+            self._reducer.reduce_grad(name, param.grad)
+            param.grad = None  # the library holds it until it is packed, and no longer
         elif self._mode is _Mode.LOCAL:
             self._local = True
         else:
@@ -228,10 +229,6 @@ class Sharded:
                 "of loss.backward(), and detach() a model before it is attached again"
             )
             raise ProtocolError(msg)
-
-    def _hand_over(self, name: str, param: torch.Tensor) -> None:
-        self._reducer.reduce_grad(name, param.grad)
-        param.grad = None  # the library holds it until it is packed, and no longer
 
     def _drop_grads(self) -> None:
         for param in self._params.values():
