@@ -25,7 +25,7 @@ from cupynccl_reduce.pipeline import Pipeline
 from cupynccl_reduce.policies import Arrival, Planned
 from cupynccl_reduce.runtimes import host
 from cupynccl_reduce.testing.device import SimEvent, SimStream
-from cupynccl_reduce.testing.runtime import SimPack, range_of
+from cupynccl_reduce.testing.runtime import SimPack, SimRuntime, range_of
 from cupynccl_reduce.testing.sites import operation
 from cupynccl_reduce.testing.transport import SimCommunicator
 from simulation.mutations import (
@@ -39,6 +39,13 @@ from simulation.mutations import (
     skip_records,
     skip_waits,
     stream_named,
+)
+from simulation.programs import (
+    Program,
+    eight_buckets,
+    growing_gather,
+    host_reads,
+    reader_of_a_closed_reducer,
 )
 from simulation.workloads import Cycle, Workload
 
@@ -56,7 +63,7 @@ SIDE = (Cycle(readers=2, backwards=2), Cycle(readers=1, late=True), Cycle(reader
 
 BASE = Workload(world_size=2, params=FLOATS, bucket_bytes=36, cycles=SIDE, producers=2)
 ARRIVAL = {"policy": "arrival", "max_buffers": 2}
-WORKLOADS = {
+WORKLOADS: dict[str, Workload | Program] = {
     "planned": BASE,
     "arrival": replace(BASE, options=ARRIVAL),
     "cast": replace(BASE, params=CAST),
@@ -71,6 +78,10 @@ WORKLOADS = {
     "gather": replace(BASE, cycles=tuple(Cycle(gather="out") for _ in range(3))),
     "gather parameters": replace(BASE, cycles=tuple(Cycle(gather="parameters") for _ in "ab")),
     "closing": replace(BASE, cycles=(Cycle(after="close"), Cycle(after="rebuild"), Cycle())),
+    "host reads": Program(host_reads),
+    "growing gather": Program(growing_gather),
+    "eight buckets": Program(eight_buckets),
+    "reader of a closed reducer": Program(reader_of_a_closed_reducer),
 }
 
 
@@ -186,9 +197,14 @@ def _unpack_elsewhere(patch: pytest.MonkeyPatch) -> None:
 def _table_in_memory(patch: pytest.MonkeyPatch) -> None:
     """Keep the pointer table in memory that the host rewrites for each launch."""
     tables: dict[SimPack, Any] = {}
+    runtimes: dict[int, SimRuntime] = {}
+
+    def build(original: Any, self: SimRuntime, scheduler: Any, rank: int, *args: Any) -> None:
+        original(self, scheduler, rank, *args)
+        runtimes[rank] = self
 
     def call(original: Any, self: SimPack, sources: Any, target: Any, **how: Any) -> None:
-        runtime = how["stream"].scheduler.runtimes[how["stream"].rank]
+        runtime = runtimes[how["stream"].rank]
         if self not in tables:
             tables[self] = runtime.allocate(64, memory="pinned")
         table = tables[self]
@@ -197,6 +213,7 @@ def _table_in_memory(patch: pytest.MonkeyPatch) -> None:
         what = operation("pack's read of", "its table")
         how["stream"].queue(what, lambda: None, reads=[range_of(table)])
 
+    around(patch, SimRuntime, "__init__", build)
     around(patch, SimPack, "__call__", call)
 
 
