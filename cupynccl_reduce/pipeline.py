@@ -75,8 +75,7 @@ class Pipeline:
         self._world = world
         self._runtime = runtime
         self._op = options.collective_op
-        # One rank packs straight into its shards, so pack and unpack need one order: one stream.
-        self._copy = runtime.stream() if world.world_size > 1 else world.stream
+        self._copy = world.copy_stream
         self._prepared: dict[BucketLayout, _Prepared] = {}
         for layout in policy.layouts:
             if layout.matrix.numel:

@@ -188,8 +188,10 @@ class Status:
 class World:
     """The runtime and communicator this process joined. Made by `connect()` or `run_local()`.
 
-    `stream` is the communication stream: the one queue of all collectives of this world. A world
-    is a context manager: leaving it closes it, or aborts it when an exception passes through.
+    `stream` is the communication stream: the one queue of all collectives of this world.
+    `copy_stream` is that of packs; one rank alone has one stream for both, because it packs
+    straight into its shards. A world is a context manager: leaving it closes it, or aborts it when
+    an exception passes through.
     """
 
     rank: int
@@ -199,7 +201,25 @@ class World:
     communicator: Communicator
     control: Control
     stream: Any
+    copy_stream: Any
     status: Status = field(default_factory=Status)
+
+    @classmethod
+    def of(  # noqa: PLR0917  # the order of the fields
+        cls,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        runtime: Runtime,
+        communicator: Communicator,
+        control: Control,
+    ) -> World:
+        """Join the parts, with new streams of `runtime`."""
+        stream = runtime.stream()
+        copy_stream = runtime.stream() if world_size > 1 else stream
+        return cls(
+            rank, world_size, local_rank, runtime, communicator, control, stream, copy_stream
+        )
 
     @property
     def usable(self) -> bool:

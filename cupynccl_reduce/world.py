@@ -99,15 +99,13 @@ def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
 
     def run(rank: int) -> None:
         try:
-            host = HostRuntime()
-            with World(
+            with World.of(
                 rank,
                 world_size,
                 rank,
-                host,
+                HostRuntime(),
                 LocalCommunicator(data, rank),
                 LocalControl(side, rank),
-                host.stream(),
             ) as world:
                 results[rank] = function(world)
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
@@ -167,14 +165,13 @@ def _connect_host(launcher: Launcher, control: Control) -> World:
 
 
 def _join(launcher: Launcher, runtime: Any, communicator: Any, control: Control) -> World:
-    return World(
+    return World.of(
         launcher.rank,
         launcher.world_size,
         launcher.local_rank,
         runtime,
         communicator,
         control,
-        runtime.stream(),
     )
 
 

@@ -19,7 +19,7 @@ from cupynccl_reduce.runtimes.host import HostPack, HostUnpack
 
 from .device import Range, SimEvent, SimStream, check_accesses, refuse
 from .findings import RaceError
-from .sites import call_site, operation
+from .sites import operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,8 +98,7 @@ class SimRuntime:
 
     def stream(self) -> SimStream:
         """Return a new stream."""
-        name = "copy stream" if call_site().in_engine else f"side stream {next(self._numbers)}"
-        return SimStream(self.scheduler, self.rank, name)
+        return SimStream(self.scheduler, self.rank, f"side stream {next(self._numbers)}")
 
     def event(self) -> SimEvent:
         """Return a new event, not recorded."""

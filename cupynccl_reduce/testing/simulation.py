@@ -97,6 +97,8 @@ class Simulation:
         def body(rank: int) -> None:
             try:
                 runtime = SimRuntime(scheduler, rank, memory)
+                stream = SimStream(scheduler, rank, "communication stream")
+                alone = self.world_size == 1
                 with World(
                     rank,
                     self.world_size,
@@ -104,7 +106,8 @@ class Simulation:
                     runtime,
                     SimCommunicator(exchange, rank),
                     SimControl(exchange, rank),
-                    SimStream(scheduler, rank, "communication stream"),
+                    stream,
+                    stream if alone else SimStream(scheduler, rank, "copy stream"),
                 ) as world:
                     values[rank] = function(world)
             except Cancelled:

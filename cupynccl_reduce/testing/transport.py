@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cupynccl_reduce.communicators.fold import fold
 from cupynccl_reduce.errors import CommunicationError, MismatchError
 
+from .findings import DeclarationError
 from .runtime import range_of, still
 from .sites import operation
 
@@ -140,6 +141,19 @@ class SimCommunicator:
         """Free the hosts that wait in the side channel of this world."""
         self._exchange.aborted = True
 
+    def _check_in_place(self, kind: str, send: Array, recv: Array) -> None:
+        """Raise unless the arrays are apart, or in place as NCCL has it: one is a row, or all."""
+        (start, nbytes), (other, other_nbytes) = range_of(send), range_of(recv)
+        if start + nbytes <= other or other + other_nbytes <= start:
+            return
+        row = min(nbytes, other_nbytes) * self.rank
+        expected = {"reduce_scatter": start + row, "all_gather": start - row}.get(kind, start)
+        if other != expected:
+            msg = f"{kind}: recv overlaps send, but does not lie where NCCL works in place"
+            error = DeclarationError(msg)
+            self._exchange.scheduler.report(error)
+            raise error
+
     def _queue(  # noqa: PLR0917  # one declaration, written in one place
         self,
         kind: str,
@@ -150,6 +164,7 @@ class SimCommunicator:
         stream: SimStream,
     ) -> None:
         exchange = self._exchange
+        self._check_in_place(kind, send, recv)
         # What it carries is part of what ranks must agree on: sizes of two buckets may be equal.
         packed = exchange.scheduler.detector.written_by(send.ctypes.data) if send.size else None
         if packed is not None and packed.kind.startswith("pack"):

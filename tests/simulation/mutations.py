@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce.testing.device import SimEvent, SimStream
-from cupynccl_reduce.testing.sites import call_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,13 @@ CALLER, COPY, COMMUNICATION = "caller's stream", "copy stream", "communication s
 
 def asked_by(method: str) -> bool:
     """Whether the innermost method of the engine in the present call is `method`."""
-    site = call_site()
-    return site.in_engine and site.engine.endswith(f" {method}")
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("cupynccl_reduce.") and ".testing." not in module:
+            return frame.f_code.co_name == method
+        frame = frame.f_back
+    return False
 
 
 def stream_named(name: str, like: SimStream) -> SimStream:

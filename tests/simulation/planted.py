@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce import ParamSpec, Reducer
-from cupynccl_reduce.gather import ShardGather
 from cupynccl_reduce.intake import Intake
 from cupynccl_reduce.pipeline import Pipeline
 from cupynccl_reduce.policies import Arrival, Planned
+from cupynccl_reduce.registry import Registry
 from cupynccl_reduce.runtimes import host
 from cupynccl_reduce.testing.device import SimEvent, SimStream
 from cupynccl_reduce.testing.runtime import SimPack, SimRuntime, range_of
@@ -71,10 +71,10 @@ WORKLOADS: dict[str, Workload | Program] = {
     "one producer": replace(BASE, producers=0),
     "many": replace(BASE, params=MANY),
     "nothing arrives": replace(BASE, absent=1.0, cycles=(Cycle(), Cycle())),
-    "reuse": replace(BASE, habits=("reuse",)),
+    "reuse": replace(BASE, habits=("reuse",), bucket_bytes=64),
     "foreign": replace(BASE, habits=("foreign",)),
-    "failing": replace(BASE, cycles=(Cycle(), Cycle(failing_rank=0), Cycle())),
-    "brought": replace(BASE, brought=("p0", "p3")),
+    "failing": replace(BASE, bucket_bytes=64, cycles=(Cycle(), Cycle(failing_rank=0), Cycle())),
+    "brought": replace(BASE, brought=("p0", "p3"), absent=1.0),
     "gather": replace(BASE, cycles=tuple(Cycle(gather="out") for _ in range(3))),
     "gather parameters": replace(BASE, cycles=tuple(Cycle(gather="parameters") for _ in "ab")),
     "closing": replace(BASE, cycles=(Cycle(after="close"), Cycle(after="rebuild"), Cycle())),
@@ -495,6 +495,15 @@ TOO_STRONG = [
 
 
 def _off_by_one(patch: pytest.MonkeyPatch) -> None:
+    def shard(original: Any, self: Registry, name: str) -> Any:
+        array = original(self, name)
+        start = array.ctypes.data - self._arena.ctypes.data + array.itemsize
+        return self._arena[start : start + array.nbytes].view(array.dtype)
+
+    around(patch, Registry, "_shard", shard)
+
+
+def _row_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def view(original: Any, self: Pipeline, buffer: Any, part: Any) -> Any:
         matrix, own = original(self, buffer, part)
         itemsize, start = own.itemsize, own.ctypes.data - buffer.array.ctypes.data
@@ -530,7 +539,8 @@ def _skip_last_flush(patch: pytest.MonkeyPatch) -> None:
 
 
 PROTOCOL = [
-    Planted("offset off by one", _off_by_one, "cast", "bytes"),
+    Planted("offset off by one", _off_by_one, "planned", "bytes"),
+    Planted("row offset off by one", _row_off_by_one, "cast", "declaration"),
     Planted(
         "padding not zeroed", _instead(host, "_zero_padding", lambda *_: None), "planned", "declaration"
     ),

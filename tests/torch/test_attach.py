@@ -295,10 +295,6 @@ def test_attach_and_detach_20_times(world_size: int, reduced: Reduced) -> None: 
     assert run(world_size, rank) == [[1.0, 1.0]] * world_size
 
 
-# ENGINE: Reducer.close() does not give back the copy stream that its Pipeline got from the runtime:
-# every reducer leaves a stream (on the host a thread) behind until the world closes. Drop the mark
-# when it does.
-@pytest.mark.xfail(reason="a closed reducer keeps its copy stream", strict=True)
 def test_detach_leaves_no_stream_behind() -> None:  # J9
     def rank(world: World) -> int:
         model = nn.Linear(3, 2)
