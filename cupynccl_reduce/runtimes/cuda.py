@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 import cupy
@@ -14,7 +13,7 @@ from cupynccl_reduce import dlpack
 from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, GradientTypeError, LayoutError, ProtocolError
 
-from .kernels import CudaPack, CudaUnpack
+from .kernels import CudaPack, CudaUnpack, read_source
 
 if TYPE_CHECKING:
     from cupynccl_reduce.dlpack import View
@@ -182,10 +181,9 @@ class CudaRuntime:
     def function(self, name: str) -> Any:
         """Return the kernel of kernels.cu with this C++ name, compiled unless a cache has it."""
         if name not in self._functions:
-            code = resources.files(__package__).joinpath("kernels.cu").read_text(encoding="utf-8")
             with self.current:
                 module = cupy.RawModule(
-                    code=code, options=("-std=c++17",), name_expressions=(name,)
+                    code=read_source(), options=("-std=c++17",), name_expressions=(name,)
                 )
                 # The function itself: its RawKernel would look it up again at every launch.
                 self._functions[name] = module.get_function(name).kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from dataclasses import replace
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
     from .cuda import CudaRuntime
 
-__all__ = ["CudaPack", "CudaUnpack", "cut_tiles", "kernel_name", "sum_dtype"]
+__all__ = ["CudaPack", "CudaUnpack", "cut_tiles", "kernel_name", "read_source", "sum_dtype"]
 
+SOURCES = ("arithmetic.cu", "kernels.cu")
 # These repeat kernels.cu.
 THREADS = 256
 WORD_BYTES = 16
@@ -34,6 +36,12 @@ ARGUMENTS = np.dtype(f"V{HEADER.size + 8 * ENTRIES}")
 
 TILE_WORDS = 4096  # of one thread block, 64 KiB: half or twice as much moves no more
 MAX_LIST = ENTRIES - 1  # sources of one segment that one launch can sum
+
+
+def read_source() -> str:
+    """Return the CUDA source of all kernels."""
+    files = resources.files(__package__)
+    return "".join(files.joinpath(name).read_text("utf-8") for name in SOURCES)
 
 
 def kernel_name(kernel: str, source: str, target: str) -> str:

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future
 
-CODE = resources.files("cupynccl_reduce.runtimes").joinpath("kernels.cu").read_text("utf-8")
+CODE = kernels.read_source()
 ARCHITECTURES = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"]
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_float]
 PAIRS = [
