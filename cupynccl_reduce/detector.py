@@ -5,7 +5,7 @@ A lane is anything that does things in order: a stream, or a host thread. Each h
 write, are a race unless the later one's lane knows of the earlier one. That does not depend on the
 order in which anything really ran: one run finds every missing edge that it exercises.
 
-Vector clocks are those of Fidge (1988) and Mattern (1989); last write and last reads per lane as in
+Vector clocks are those of Fidge (1988); last write and last reads per lane as in
 FastTrack (Flanagan and Freund, PLDI 2009).
 """
 
@@ -104,6 +104,11 @@ class Detector:
     def follow(self, lane: int, other: int) -> None:
         """Let `lane` know from now on what `other` knows now."""
         self.join(lane, self._clocks[other])
+
+    def covers(self, lane: int, clock: dict[int, int]) -> bool:
+        """Return whether `lane` knows all that `clock` knows: joining it would change nothing."""
+        mine = self._clocks[lane]
+        return all(mine.get(other, 0) >= epoch for other, epoch in clock.items())
 
     def knows(self, lane: int, operation: Operation) -> bool:
         """Return whether `operation` is done before whatever `lane` does next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .errors import CommunicationError
@@ -18,8 +19,11 @@ class Meeting:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._barrier = threading.Barrier(world_size)
         self._slots: list[Any] = [None] * world_size
+        self._condition = threading.Condition()
+        self._present = 0
+        self._completed = 0  # how many times all have met
+        self._aborted = False
 
     def exchange(self, rank: int, payload: Any, use: Callable[[list[Any]], None]) -> None:
         """Block until every rank is here; call `use` with all payloads; leave together.
@@ -27,18 +31,33 @@ class Meeting:
         The second meeting is why a rank may reuse its payload's memory afterwards: nobody still
         reads it.
         """
+        self._slots[rank] = payload
+        self._meet(rank)
         try:
-            self._slots[rank] = payload
-            self._barrier.wait()
-            try:
-                use(list(self._slots))
-            finally:
-                self._barrier.wait()
-                self._slots[rank] = None
-        except threading.BrokenBarrierError as error:
-            msg = f"rank {rank}: another rank of this process failed or left the world"
-            raise CommunicationError(msg) from error
+            use(list(self._slots))
+        except BaseException:
+            with suppress(CommunicationError):  # what `use` raised is the cause
+                self._meet(rank)
+            raise
+        self._meet(rank)
+        self._slots[rank] = None
 
     def abort(self) -> None:
         """Free every rank that waits here, now and later, with an error. Idempotent."""
-        self._barrier.abort()
+        with self._condition:
+            self._aborted = True
+            self._condition.notify_all()
+
+    def _meet(self, rank: int) -> None:
+        with self._condition:
+            turn = self._completed
+            self._present += 1
+            if self._present == self.world_size and not self._aborted:
+                self._present = 0
+                self._completed += 1
+                self._condition.notify_all()
+            self._condition.wait_for(lambda: self._completed > turn or self._aborted)
+            # All have met: whoever aborts afterwards does not undo that.
+            if self._completed == turn:
+                msg = f"rank {rank}: another rank of this process failed or left the world"
+                raise CommunicationError(msg)

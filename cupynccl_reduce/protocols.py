@@ -47,7 +47,7 @@ class Event(Protocol):
     def done(self) -> bool:
         """Whether the recorded point has passed. Does not block."""
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Any) -> None:
         """Mark the present end of `stream`."""
 
     def synchronize(self) -> None:
@@ -263,6 +263,8 @@ class World:
         try:
             if self.status.fault is None:
                 self.stream.synchronize()
+        except BaseException as error:
+            raise self.fail(error) from error
         finally:
             self.communicator.close()
             self.control.close()

@@ -65,10 +65,18 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
             msg = "share_gpu=True, but this rank sees no GPU; leave it out, or make one visible"
             raise LayoutError(msg)
         else:
+            if launcher.name != "none":
+                from .communicators.mpi import check_thread_level
+
+                check_thread_level()
             entries = ["runtime host"]
     except ReduceError as error:
         refused = error
-    agree(control, "what to connect with", [*entries, f"{share_gpu=}"], refused=refused)
+    try:
+        agree(control, "what to connect with", [*entries, f"{share_gpu=}"], refused=refused)
+    except ReduceError:
+        control.close()  # every rank is here
+        raise
     if entries == ["runtime cuda"]:
         # The bus id of a GPU says which of a host's GPUs an index means.
         _check_places(control, cuda.bus_id(device), share_gpu=share_gpu)

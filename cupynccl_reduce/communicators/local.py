@@ -72,7 +72,8 @@ class LocalCommunicator:
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing is owned. Idempotent."""
+        """Free ranks that would wait for this one for ever. Idempotent."""
+        self._meeting.abort()
 
     def abort(self) -> None:
         """Free every rank that waits in a collective. Idempotent."""

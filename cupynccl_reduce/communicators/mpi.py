@@ -21,11 +21,21 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce.protocols import Array, Op
 
-__all__ = ["MpiCommunicator"]
+__all__ = ["MpiCommunicator", "check_thread_level"]
 
 DATA_TAG, ABORT_TAG = 0, 1
 MAX_CALL_BYTES = 4 << 20  # bounds the scratch of a sum; MPI counts are C ints, so 2**31 is the end
 MAX_PAUSE_S = 2e-4
+
+
+def check_thread_level() -> None:
+    """Raise LayoutError unless MPI lets a stream's thread work beside the caller's."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        msg = (
+            "MPI was initialised without THREAD_MULTIPLE, which overlapping needs; let mpi4py "
+            "initialise it (mpi4py.rc.thread_level = 'multiple' is its default)"
+        )
+        raise LayoutError(msg)
 
 
 class MpiCommunicator:
@@ -37,12 +47,7 @@ class MpiCommunicator:
     """
 
     def __init__(self, comm: MPI.Comm, *, max_call_bytes: int = MAX_CALL_BYTES) -> None:
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            msg = (
-                "MPI was initialised without THREAD_MULTIPLE, which overlapping needs; let mpi4py "
-                "initialise it (mpi4py.rc.thread_level = 'multiple' is its default)"
-            )
-            raise LayoutError(msg)
+        check_thread_level()
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self._comm = comm.Dup()

@@ -24,7 +24,8 @@ class LocalControl:
         return everyone
 
     def close(self) -> None:
-        """Nothing is owned. Idempotent."""
+        """Free ranks that would wait for this one for ever. Idempotent."""
+        self._meeting.abort()
 
     def abort(self) -> None:
         """Free every rank that waits here. Idempotent."""

@@ -133,6 +133,7 @@ class HostPack:
         """Queue the pack on `stream`; the queue holds the sources until it is done."""
         stream.submit(partial(self.run, tuple(sources), target, fill))
 
+    @np.errstate(all="ignore")  # infinities and overflow are values here, as on a GPU
     def run(self, sources: Sequence[Sequence[View]], target: Array, fill: Fill) -> None:
         """Pack now, on this thread."""
         matrix = target.reshape(self._matrix.rows, self._matrix.columns)
@@ -179,6 +180,7 @@ class HostUnpack:
         """Queue the unpack on `stream`."""
         stream.submit(partial(self.run, source, tuple(targets), accumulate))
 
+    @np.errstate(all="ignore")  # infinities and overflow are values here, as on a GPU
     def run(self, source: Array, targets: Sequence[View], accumulate: bool) -> None:  # noqa: FBT001
         """Unpack now, on this thread."""
         matrix = source.reshape(self._matrix.rows, self._matrix.columns)

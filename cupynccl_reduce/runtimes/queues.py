@@ -40,25 +40,33 @@ class HostStream:
         self._name = name
         self._error: BaseException | None = None
         self._closed = False
+        self._lock = threading.Lock()  # nothing is queued behind the end
         self._work: queue.SimpleQueue[Callable[[], None] | _Marker | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queue `work`; returns at once."""
-        self._work.put(work)
+        with self._lock:
+            if self._closed:
+                msg = f"{self._name} is closed"
+                raise CommunicationError(msg)
+            self._work.put(work)
 
     def mark(self, marker: _Marker) -> None:
         """Queue a marker, which passes even after a failure: nobody may wait for ever."""
-        if self._closed:
-            marker.passed.set()
-        else:
-            self._work.put(marker)
+        with self._lock:
+            if not self._closed:
+                self._work.put(marker)
+                return
+        self._thread.join()
+        marker.error = self._error
+        marker.passed.set()
 
     def wait_event(self, event: HostEvent) -> None:
         """Hold back later work until `event`'s present record has passed."""
         if event.marker is not None:
-            self._work.put(event.marker.wait)
+            self.submit(event.marker.wait)
 
     def synchronize(self) -> None:
         """Block the host until everything queued so far is done; raise what failed."""
@@ -68,10 +76,11 @@ class HostStream:
 
     def close(self) -> None:
         """Let queued work finish, then end the thread. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._work.put(None)
-            self._thread.join()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._work.put(None)
+        self._thread.join()
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:

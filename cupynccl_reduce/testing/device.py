@@ -102,9 +102,12 @@ class SimStream:
         """Hold back later work until `event`'s present record has passed."""
         scheduler, marker = self.scheduler, event.marker
         # Never recorded: a no-op, which nobody misses.
-        if marker is not None and scheduler.takes_wait(marker.site):
-            detector = scheduler.detector
-            detector.follow(self.lane, scheduler.hosts[self.rank].lane)
+        if marker is None:
+            return
+        detector = scheduler.detector
+        detector.follow(self.lane, scheduler.hosts[self.rank].lane)
+        known = detector.covers(self.lane, marker.clock)
+        if scheduler.takes_wait(marker.site, known=known):
             detector.join(self.lane, marker.clock)
             self.work.append(Work(lambda: f"a wait for {_told(marker)}", _nothing, marker.passed))
         scheduler.step()

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from cupynccl_reduce.detector import Detector, Operation
 
 from .findings import DeadlockError, tell_deadlock
-from .sites import Site, call_site
+from .sites import Wait, call_site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .sites import Site
 
 __all__ = ["Cancelled", "Host", "Lane", "Schedule", "Scheduler"]
 
@@ -72,7 +74,7 @@ class Scheduler:
         self.steps = 0
         self.overlaps = 0
         self._kinds: dict[tuple[int, bool], list[Operation]] = {}
-        self.waits: list[tuple[Site, Site]] = []  # of each: where it was asked for, and the record
+        self.waits: list[Wait] = []
         self.dropped_wait: int | None = None
         # Set by a check that wants to run every operation itself: (what, run, reads, writes) -> run
         self.wrap: Callable[..., Callable[[], None]] | None = None
@@ -136,11 +138,11 @@ class Scheduler:
                 return
             if chance >= SWITCH:
                 self.steps += 1
-                ready = [stream for stream in self.streams if stream.ready()]
+                ready = [stream for stream in self.streams if stream.work and stream.ready()]
                 if ready:
                     self._run_work(ready[int(self._random.random() * len(ready))])
         elif self._schedule == "eager":
-            while chosen := next((stream for stream in self.streams if stream.ready()), None):
+            while chosen := next((s for s in self.streams if s.work and s.ready()), None):
                 self.steps += 1
                 self._run_work(chosen)
         if self._cancelled:
@@ -168,9 +170,9 @@ class Scheduler:
         self.overlaps += sum(not self.detector.knows(what.lane, other) for other in others)
         self._kinds.setdefault((rank, packs), []).append(what)
 
-    def takes_wait(self, recorded_at: Site) -> bool:
-        """Count a wait; return whether it is to be honoured (edge deletion drops one)."""
-        self.waits.append((call_site(), recorded_at))
+    def takes_wait(self, recorded: Site, *, known: bool) -> bool:
+        """Note a wait; return whether it is to be honoured (edge deletion drops one)."""
+        self.waits.append(Wait(call_site(), recorded, known))
         return len(self.waits) - 1 != self.dropped_wait
 
     def _serve(self, host: Host, body: Callable[[], None]) -> None:
@@ -229,12 +231,14 @@ class Scheduler:
         self.steps += 1
         streams: list[Any] = []
         if self._schedule != "lazy":
-            streams = [s for s in self.streams if s.ready()]
+            streams = [s for s in self.streams if s.work and s.ready()]
         if self._schedule == "eager" and streams:
             return streams[0]
         hosts = [h for h in self.hosts[host.rank :] + self.hosts[: host.rank] if h.ready()]
         if self._schedule in ("lazy", "eager"):
-            return hosts[0] if hosts else next((s for s in self.streams if s.ready()), None)
+            return (
+                hosts[0] if hosts else next((s for s in self.streams if s.work and s.ready()), None)
+            )
         ready = hosts + streams
         if not ready:
             return None

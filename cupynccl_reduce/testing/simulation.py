@@ -17,6 +17,8 @@ from .transport import Exchange, SimCommunicator, SimControl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .sites import Wait
+
 __all__ = ["Simulation", "SimulationResult"]
 
 SCHEDULES = ("lazy", "eager", "random", "pct")
@@ -29,13 +31,13 @@ class SimulationResult:
     Attributes:
         values: what the function returned on each rank; a Reading has its value by now.
         steps: scheduling decisions.
-        waits: of each wait_event, where it was asked for, in order; what `drop_wait` counts.
+        waits: every wait_event, in order; `drop_wait` is an index into them.
         overlaps: pairs of a pack and a collective of one rank that nothing orders.
     """
 
     values: list[Any]
     steps: int
-    waits: tuple[str, ...]
+    waits: tuple[Wait, ...]
     overlaps: int
 
 
@@ -65,12 +67,14 @@ class Simulation:
     check_declarations: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("world_size", 1), ("depth", 1), ("drop_wait", 0)):
+        for name, least in (("world_size", 1), ("seed", None), ("depth", 1), ("drop_wait", 0)):
             value = getattr(self, name)
             if name == "drop_wait" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                msg = f"{name} must be an integer >= {least}, not {value!r}"
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or (least is not None and value < least):
+                at_least = "" if least is None else f" >= {least}"
+                msg = f"{name} must be an integer{at_least}, not {value!r}"
                 raise LayoutError(msg)
         if self.schedule not in SCHEDULES:
             msg = f"schedule must be one of {SCHEDULES}, not {self.schedule!r}"
@@ -131,8 +135,6 @@ class Simulation:
         return SimulationResult(
             values=values,
             steps=scheduler.steps,
-            waits=tuple(
-                f"{site} for the event recorded at {recorded}" for site, recorded in scheduler.waits
-            ),
+            waits=tuple(scheduler.waits),
             overlaps=scheduler.overlaps,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cupynccl_reduce.detector import Operation
@@ -10,7 +11,7 @@ from cupynccl_reduce.detector import Operation
 if TYPE_CHECKING:
     from types import CodeType
 
-__all__ = ["Site", "call_site", "operation"]
+__all__ = ["Site", "Wait", "call_site", "operation"]
 
 PACKAGE = __name__.partition(".")[0]
 TESTING = f"{PACKAGE}.testing"
@@ -44,6 +45,20 @@ class Site:
         if self._engine is None:
             return _told(self._caller) if self._caller else "?"
         return self.engine + (f" (called from {_told(self._caller)})" if self._caller else "")
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait_event: where it was asked for, and where its event was recorded.
+
+    `known`: the stream knew that point already, so that leaving this wait out changes nothing.
+    """
+
+    site: Site
+    recorded: Site
+    known: bool
 
 
 def call_site() -> Site:

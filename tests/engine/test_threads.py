@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,20 @@ from strategies import bits
 from cupynccl_reduce import ParamSpec, ProtocolError, Reducer, Registry, run_local
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cupynccl_reduce import World
 
 THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def switch() -> Iterator[None]:
+    """Let threads take turns as often as Python can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

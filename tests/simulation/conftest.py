@@ -23,10 +23,16 @@ def _hung(*_: object) -> None:
 
 
 @pytest.fixture(autouse=True)
-def limit() -> Iterator[None]:
+def limit(request: pytest.FixtureRequest) -> Iterator[None]:
     """End a test that hangs: the main thread is freed; the ranks' threads are daemons."""
+    marker = request.node.get_closest_marker("limit")
     before = signal.signal(signal.SIGALRM, _hung)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, marker.args[0] if marker else LIMIT_S)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker: pytest is strict."""
+    config.addinivalue_line("markers", "limit(seconds): when a test counts as hanging")

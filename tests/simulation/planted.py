@@ -1,4 +1,4 @@
-"""The planted bugs: each a small change of the engine, a workload that exercises it, and the finder.
+"""The planted bugs: a small change of the engine, a workload that exercises it, and who finds it.
 
 Not planted, because what they break does not exist in this engine:
 
@@ -18,16 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cupynccl_reduce import ParamSpec, Reducer
-from cupynccl_reduce.intake import Intake
-from cupynccl_reduce.pipeline import Pipeline
-from cupynccl_reduce.policies import Arrival, Planned
-from cupynccl_reduce.registry import Registry
-from cupynccl_reduce.runtimes import host
-from cupynccl_reduce.testing.device import SimEvent, SimStream
-from cupynccl_reduce.testing.runtime import SimPack, SimRuntime, range_of
-from cupynccl_reduce.testing.sites import operation
-from cupynccl_reduce.testing.transport import SimCommunicator
 from simulation.mutations import (
     CALLER,
     COMMUNICATION,
@@ -48,6 +38,17 @@ from simulation.programs import (
     reader_of_a_closed_reducer,
 )
 from simulation.workloads import Cycle, Workload
+
+from cupynccl_reduce import ParamSpec, Reducer
+from cupynccl_reduce.intake import Intake
+from cupynccl_reduce.pipeline import Pipeline
+from cupynccl_reduce.policies import Arrival, Planned
+from cupynccl_reduce.registry import Registry
+from cupynccl_reduce.runtimes import host
+from cupynccl_reduce.testing.device import SimEvent, SimStream
+from cupynccl_reduce.testing.runtime import SimPack, SimRuntime, range_of
+from cupynccl_reduce.testing.sites import operation
+from cupynccl_reduce.testing.transport import SimCommunicator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +74,7 @@ WORKLOADS: dict[str, Workload | Program] = {
     "nothing arrives": replace(BASE, absent=1.0, cycles=(Cycle(), Cycle())),
     "reuse": replace(BASE, habits=("reuse",), bucket_bytes=64),
     "foreign": replace(BASE, habits=("foreign",)),
-    "failing": replace(BASE, bucket_bytes=64, cycles=(Cycle(), Cycle(failing_rank=0), Cycle())),
+    "failing": replace(BASE, bucket_bytes=64, cycles=(Cycle(), Cycle(failing_rank=1), Cycle())),
     "brought": replace(BASE, brought=("p0", "p3"), absent=1.0),
     "gather": replace(BASE, cycles=tuple(Cycle(gather="out") for _ in range(3))),
     "gather parameters": replace(BASE, cycles=tuple(Cycle(gather="parameters") for _ in "ab")),
@@ -93,6 +94,8 @@ class Planted:
     plant: Callable[[pytest.MonkeyPatch], None]
     workload: str
     found: str  # race, deadlock, mismatch, declaration, bytes, overlap, memory
+    # Only where the host's query "is it packed?" is answered with no; a yes orders the host.
+    needs_no: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.workload})"
@@ -230,9 +233,14 @@ EDGES = [
     Planted("no producer->copy wait", lambda p: skip_waits(p, "_pack"), "planned", "race"),
     Planted("no producer->copy wait", lambda p: skip_waits(p, "_pack"), "arrival", "race"),
     Planted("no producer->copy wait", lambda p: skip_waits(p, "_pack"), "one rank", "race"),
-    Planted("one of two producers waited", _mark_only(lambda v, s: v[-1].stream), "planned", "race"),
     Planted(
-        "the default stream waited", _mark_only(lambda _, s: stream_named(CALLER, s)), "planned", "race"
+        "one of two producers waited", _mark_only(lambda v, s: v[-1].stream), "planned", "race"
+    ),
+    Planted(
+        "the default stream waited",
+        _mark_only(lambda _, s: stream_named(CALLER, s)),
+        "planned",
+        "race",
     ),
     Planted(
         "producer wait on the communication stream",
@@ -251,10 +259,17 @@ EDGES = [
         "race",
     ),
     Planted(
-        "scaling after the bucket's event", _after(Pipeline, "_send", _scale_late), "planned", "race"
+        "scaling after the bucket's event",
+        _after(Pipeline, "_send", _scale_late),
+        "planned",
+        "race",
     ),
-    Planted("send buffer reused without waiting", lambda p: skip_waits(p, "_reuse"), "planned", "race"),
-    Planted("send buffer reused without waiting", lambda p: skip_waits(p, "_reuse"), "arrival", "race"),
+    Planted(
+        "send buffer reused without waiting", lambda p: skip_waits(p, "_reuse"), "planned", "race"
+    ),
+    Planted(
+        "send buffer reused without waiting", lambda p: skip_waits(p, "_reuse"), "arrival", "race"
+    ),
     Planted(
         "buffer wait on the wrong stream",
         lambda p: redirect_waits(p, "_reuse", COMMUNICATION),
@@ -276,7 +291,9 @@ EDGES = [
         "planned",
         "race",
     ),
-    Planted("the gather's scratch filled on another stream", _gather_packs_elsewhere, "gather", "race"),
+    Planted(
+        "the gather's scratch filled on another stream", _gather_packs_elsewhere, "gather", "race"
+    ),
     Planted("no collective->unpack order", _unpack_elsewhere, "cast", "race"),
     Planted(
         "shard write does not wait for a reader",
@@ -327,8 +344,16 @@ EDGES = [
         "race",
     ),
     Planted("wait queued before the record", _wait_before_record, "planned", "race"),
-    Planted("wait_packed() waits for nothing", lambda p: skip_waits(p, "wait_packed"), "reuse", "race"),
-    Planted("brought shards not waited for", lambda p: skip_waits(p, "_prepare"), "brought", "race"),
+    Planted(
+        "wait_packed() waits for nothing",
+        lambda p: skip_waits(p, "wait_packed"),
+        "reuse",
+        "race",
+        needs_no=True,
+    ),
+    Planted(
+        "brought shards not waited for", lambda p: skip_waits(p, "_prepare"), "brought", "race"
+    ),
     Planted(
         "gather does not wait for the caller",
         lambda p: skip_waits(p, "__call__", on=COMMUNICATION),
@@ -376,10 +401,26 @@ def _drop_on_exception(self: Reducer, error: Any) -> None:
         _release_unread(self._pipeline)
 
 
+def _drop_scratch(patch: pytest.MonkeyPatch) -> None:
+    """Let the gather drop a scratch that is too small at once."""
+
+    def synchronize(original: Any, stream: SimStream) -> None:
+        if not asked_by("_plan"):
+            original(stream)
+
+    around(patch, SimStream, "synchronize", synchronize)
+
+
 LIFETIME = [
-    Planted("gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "planned", "race"),
-    Planted("gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "arrival", "race"),
-    Planted("gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "one rank", "race"),
+    Planted(
+        "gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "planned", "race"
+    ),
+    Planted(
+        "gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "arrival", "race"
+    ),
+    Planted(
+        "gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "one rank", "race"
+    ),
     Planted(
         "gradient freed after its producer's event",
         _instead(Pipeline, "_release", _release_produced),
@@ -387,7 +428,10 @@ LIFETIME = [
         "race",
     ),
     Planted(
-        "a query's result ignored", _instead(Pipeline, "release_read", _release_unread), "planned", "race"
+        "a query's result ignored",
+        _instead(Pipeline, "release_read", _release_unread),
+        "planned",
+        "race",
     ),
     Planted(
         "host does not wait for foreign memory",
@@ -395,7 +439,9 @@ LIFETIME = [
         "foreign",
         "race",
     ),
-    Planted("bucket replaced in flight", _before(Pipeline, "_reuse", _replace_bucket), "planned", "race"),
+    Planted(
+        "bucket replaced in flight", _before(Pipeline, "_reuse", _replace_bucket), "planned", "race"
+    ),
     Planted(
         "close() frees in flight",
         _instead(Pipeline, "synchronize", lambda self: None),
@@ -407,13 +453,17 @@ LIFETIME = [
         _after(Reducer, "_end", _drop_on_exception),
         "failing",
         "race",
+        needs_no=True,
     ),
     Planted(
-        "free on another stream's arena", lambda p: redirect_waits(p, "_release", CALLER), "planned", "race"
+        "free on another stream's arena",
+        lambda p: redirect_waits(p, "_release", CALLER),
+        "planned",
+        "race",
     ),
     Planted(
         "the gather's scratch replaced in flight",
-        lambda p: patch_scratch(p),
+        _drop_scratch,
         "growing gather",
         "race",
     ),
@@ -429,16 +479,6 @@ LIFETIME = [
 ]
 
 
-def patch_scratch(patch: pytest.MonkeyPatch) -> None:
-    """Let the gather drop a scratch that is too small at once."""
-
-    def synchronize(original: Any, stream: SimStream) -> None:
-        if not asked_by("_plan"):
-            original(stream)
-
-    around(patch, SimStream, "synchronize", synchronize)
-
-
 # --- too strong --------------------------------------------------------------------------------
 
 
@@ -452,7 +492,12 @@ def _copy_is_communication(self: Pipeline, *_: Any) -> None:
 
 
 TOO_STRONG = [
-    Planted("wait on the later buffer", _after(Pipeline, "_reuse", _wait_for_latest), "planned", "overlap"),
+    Planted(
+        "wait on the later buffer",
+        _after(Pipeline, "_reuse", _wait_for_latest),
+        "planned",
+        "overlap",
+    ),
     Planted(
         "a device synchronisation per flush",
         _after(Pipeline, "_send", lambda self, *_: self.synchronize()),
@@ -466,7 +511,10 @@ TOO_STRONG = [
         "overlap",
     ),
     Planted(
-        "one stream for everything", _after(Pipeline, "__init__", _copy_is_communication), "planned", "overlap"
+        "one stream for everything",
+        _after(Pipeline, "__init__", _copy_is_communication),
+        "planned",
+        "overlap",
     ),
     Planted(
         "buffer index reset each flush",
@@ -542,10 +590,13 @@ PROTOCOL = [
     Planted("offset off by one", _off_by_one, "planned", "bytes"),
     Planted("row offset off by one", _row_off_by_one, "cast", "declaration"),
     Planted(
-        "padding not zeroed", _instead(host, "_zero_padding", lambda *_: None), "planned", "declaration"
+        "padding not zeroed",
+        _instead(host, "_zero_padding", lambda *_: None),
+        "planned",
+        "declaration",
     ),
     Planted("flush order depends on the rank", _by_rank, "many", "mismatch"),
-    Planted("one rank, one other size", _other_size, "planned", "mismatch"),
+    Planted("one rank, one other size", _other_size, "nothing arrives", "mismatch"),
     Planted("last flush skipped on one rank", _skip_last_flush, "many", "deadlock"),
     Planted(
         "a second arrival neither summed nor refused",

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce import World
 
-__all__ = ["Program", "eight_buckets", "growing_gather", "host_reads", "reader_of_a_closed_reducer"]
+__all__ = [
+    "Program",
+    "eight_buckets",
+    "gather_for_another_stream",
+    "growing_gather",
+    "host_reads",
+    "reader_of_a_closed_reducer",
+]
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,28 @@ def growing_gather(world: World) -> None:
     registry = Registry(_params(2, 9), world, bucket_bytes=8)
     side = runtime.stream()
     with runtime.use(side):
-        own = {n: runtime.produce(np.ones(p.stop - p.start), "float32") for n, p in registry.items()}
+        own = {
+            n: runtime.produce(np.ones(p.stop - p.start), "float32") for n, p in registry.items()
+        }
         out = {n: runtime.produce(np.zeros(p.spec.shape), "float32") for n, p in registry.items()}
         for array in (*own.values(), *out.values()):
             runtime.consume(array)
     side.synchronize()
     registry.gather({"p0": own["p0"]}, out={"p0": out["p0"]}, stream=side)
     registry.gather(own, out=out, stream=side)
+    side.synchronize()
+
+
+def gather_for_another_stream(world: World) -> None:
+    """Gather what the current stream has just written, for another stream to read."""
+    runtime: Any = world.runtime
+    registry = Registry(_params(9), world)
+    side = runtime.stream()
+    own = {n: runtime.produce(np.ones(p.stop - p.start), "float32") for n, p in registry.items()}
+    full = registry.gather(own, stream=side)
+    with runtime.use(side):
+        for array in full.values():
+            runtime.consume(array)
     side.synchronize()
 
 

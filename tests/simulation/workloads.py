@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from strategies import interval
 
 from cupynccl_reduce import MismatchError, ParamSpec, Reducer, Registry
 from cupynccl_reduce.testing import Simulation
 from cupynccl_reduce.testing.runtime import Foreign
-from strategies import interval, numpy_dtype
 
 if TYPE_CHECKING:
     from cupynccl_reduce import World
@@ -183,29 +183,31 @@ class _Rank:
 
     def backwards(self, index: int, cycle: Cycle) -> None:
         for backward in range(cycle.backwards):
-            fails = cycle.failing_rank is not None and backward == cycle.backwards - 1
+            last = backward == cycle.backwards - 1
+            failing_rank = cycle.failing_rank if last else None
             try:
                 with self.reducer.backward():
-                    script = self.work.script(self.world.rank, index, backward)
-                    for count, (name, grad) in enumerate(script):
-                        if fails and cycle.failing_rank == self.world.rank and 2 * count > len(
-                            script
-                        ):
-                            raise Boom
-                        self.hand(name, grad)
-                        if self.work.flushes and self.work.arrival and count == 1:
-                            self.reducer.flush()
-                    if fails and cycle.failing_rank == self.world.rank:
-                        raise Boom
-                    if self.work.flushes:
-                        self.reducer.flush()
-                        self.reducer.statistics()
+                    self.backward(index, backward, fails=failing_rank == self.world.rank)
             except (Boom, MismatchError):
-                if not fails:
+                if failing_rank is None:
                     raise
             if "reuse" in self.work.habits:
                 for stream in self.producers:
                     self.reducer.wait_packed(stream=stream)
+
+    def backward(self, index: int, backward: int, *, fails: bool) -> None:
+        script = self.work.script(self.world.rank, index, backward)
+        for count, (name, grad) in enumerate(script):
+            if fails and 2 * count > len(script):
+                raise Boom
+            self.hand(name, grad)
+            if self.work.flushes and self.work.arrival and count == 1:
+                self.reducer.flush()
+        if fails:
+            raise Boom
+        if self.work.flushes:
+            self.reducer.flush()
+            self.reducer.statistics()
 
     def hand(self, name: str, values: Any) -> None:
         if values is None:
