@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .errors import ReduceError
+    from .layout import Launch
     from .protocols import Control
 
-__all__ = ["agree", "gather_complaints"]
+__all__ = ["agree", "agree_on_launch", "gather_complaints"]
 
 NAMED_RANKS = 8  # an error about 4,096 ranks must still be readable
 
@@ -46,6 +47,15 @@ def agree(
     told = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in by_value.items())
     msg = f"ranks disagree on {what}, first at entry {index}: {told}. Give the same on every rank."
     raise MismatchError(msg)
+
+
+def agree_on_launch(control: Control, launch: Launch | None) -> None:
+    """Collective, blocks the host: compare the gradients that a launch sends; None is the end."""
+    if launch is None:
+        agree(control, "the gradients of a backward (policy='arrival')", ["the end of backward"])
+    elif launch.calls:
+        names = [repr(part.layout.names[0]) for part in launch.calls]
+        agree(control, "the gradients of a launch (policy='arrival')", names)
 
 
 def gather_complaints(control: Control, mine: str) -> str:

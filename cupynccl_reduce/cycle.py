@@ -9,6 +9,9 @@ from .errors import ProtocolError
 __all__ = ["Cycle"]
 
 
+_CLOSED = "this reducer is closed; build another one on the registry"
+
+
 class _State(Enum):
     """The value completes "the shards hold ..."."""
 
@@ -42,8 +45,7 @@ class Cycle:
     def check(self) -> None:
         """Raise ProtocolError after close."""
         if self.closed:
-            msg = "this reducer is closed; build another one on the registry"
-            raise ProtocolError(self.where(msg))
+            raise ProtocolError(self.where(_CLOSED))
 
     def check_outside(self, call: str) -> None:
         """Raise ProtocolError inside backward, or after close."""
@@ -53,9 +55,10 @@ class Cycle:
             raise ProtocolError(self.where(msg))
 
     def check_inside(self) -> None:
-        """Raise ProtocolError outside backward, or after close."""
+        """Raise ProtocolError outside backward, or after close; the caller adds the place."""
+        if self.closed:
+            raise ProtocolError(_CLOSED)
         if not self.open:
-            self.check()
             msg = "a gradient outside backward(): hand it over inside `with reducer.backward():`"
             raise ProtocolError(msg)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .agreement import agree
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from .layout import ParamSpec
     from .protocols import Array, PackKernel, UnpackKernel, World
 
-__all__ = ["ShardGather", "check_writable"]
+__all__ = ["ShardGather", "check_apart", "check_writable"]
 
 
 def check_writable(what: str, view: View, shape: tuple[int, ...], dtype: str) -> None:
@@ -30,6 +32,15 @@ def check_writable(what: str, view: View, shape: tuple[int, ...], dtype: str) ->
         f"give a contiguous, writable {dtype} {shape}"
     )
     raise LayoutError(msg)
+
+
+def check_apart(what: str, views: Mapping[str, View]) -> None:
+    """Raise LayoutError if two arrays that are to be written share memory."""
+    spans = sorted((*view.span, name) for name, view in views.items() if view.span[1])
+    for (start, nbytes, name), (next_start, _, other) in pairwise(spans):
+        if start + nbytes > next_start:
+            msg = f"{what}: {name!r} and {other!r} share memory; give each an array of its own"
+            raise LayoutError(msg)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +65,7 @@ class ShardGather:
         self._specs = specs
         self._plans: dict[tuple[tuple[str, str], ...], tuple[_Step, ...]] = {}
         self._scratch: Array = None
+        self._lock = threading.Lock()
         self._before = world.runtime.event()
         self._after = world.runtime.event()
 
@@ -61,6 +73,12 @@ class ShardGather:
         self, shards: Mapping[str, Any], out: Mapping[str, Any] | None, stream: Any
     ) -> dict[str, Any]:
         """Queue the gather; see Registry.gather."""
+        with self._lock:
+            return self._gather(shards, out, stream)
+
+    def _gather(
+        self, shards: Mapping[str, Any], out: Mapping[str, Any] | None, stream: Any
+    ) -> dict[str, Any]:
         world = self._world
         caller = world.runtime.adopt(stream)
         refused: ReduceError | None = None
@@ -70,26 +88,45 @@ class ShardGather:
             key = tuple((name, sources[name].dtype) for name in self._specs if name in sources)
         except ReduceError as error:
             refused, key = error, ()
-        if refused is not None or key not in self._plans:
-            # New to this rank: compare before anything is queued, so that nobody hangs.
-            agree(world.control, "what to gather", [repr(pair) for pair in key], refused=refused)
+        # Compared each time, before anything is queued: one rank that differs must not hang all.
+        agree(world.control, "what to gather", [repr(pair) for pair in key], refused=refused)
+        if key not in self._plans:
             self._plans[key] = self._plan(dict(key))
         arrays = dict(out) if out is not None else self._allocate(sources)
         if targets is None:
             targets = {name: world.runtime.read(a, caller) for name, a in arrays.items()}
-        # The caller's stream produced the shards and may still read what `out` held.
-        self._before.record(caller)
-        world.stream.wait_event(self._before)
-        for view in sources.values():
-            if view.stream is not None and view.stream is not caller:
-                self._before.record(view.stream)
-                world.stream.wait_event(self._before)
-        for step in self._plans[key]:
-            self._run(step, sources, targets)
-        # The full arrays may be read, and the shards overwritten, once all of it is done.
-        self._after.record(world.stream)
-        caller.wait_event(self._after)
+        try:
+            self._queue(self._plans[key], sources, targets, caller)
+        except BaseException as error:
+            failure = world.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
         return arrays
+
+    def _queue(
+        self,
+        steps: Sequence[_Step],
+        sources: Mapping[str, View],
+        targets: Mapping[str, View],
+        caller: Any,
+    ) -> None:
+        world = self._world
+        producers = {view.stream: None for view in sources.values()} | {caller: None}
+        unknown = None in producers
+        producers.pop(None, None)
+        for stream in producers:
+            # A: the shards are written before they are packed. F: so is what `out` held read.
+            self._before.record(stream)
+            world.stream.wait_event(self._before)
+        for step in steps:
+            self._run(step, sources, targets)
+        self._after.record(world.stream)
+        for stream in producers:
+            # C: the full arrays are read, and D: the shards' memory is reused, after all of it.
+            stream.wait_event(self._after)
+        if unknown:
+            self._after.synchronize()  # D, for shards of a stream that nobody told us of
 
     def _run(self, step: _Step, sources: Mapping[str, View], targets: Mapping[str, View]) -> None:
         world = self._world
@@ -161,6 +198,7 @@ class ShardGather:
             spec = self._specs[name]
             check_writable(f"gather: out {name!r}", view, spec.shape, sources[name].dtype)
             views[name] = view
+        check_apart("gather: out", views)
         return views
 
     def _read(self, name: str, array: Any, what: str) -> View:
@@ -172,9 +210,15 @@ class ShardGather:
 
     def _allocate(self, sources: Mapping[str, View]) -> dict[str, Any]:
         runtime = self._world.runtime
+        offsets, nbytes = {}, 0
+        for name, view in sources.items():
+            offsets[name] = nbytes
+            size = self._specs[name].numel * DTYPES[view.dtype].itemsize
+            nbytes += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        block = runtime.allocate(nbytes)  # one, because allocating blocks the host
         arrays = {}
         for name, view in sources.items():
             spec = self._specs[name]
-            block = runtime.allocate(spec.numel * DTYPES[view.dtype].itemsize)
-            arrays[name] = runtime.view(block, 0, spec.numel, view.dtype).reshape(spec.shape)
+            flat = runtime.view(block, offsets[name], spec.numel, view.dtype)
+            arrays[name] = flat.reshape(spec.shape)
         return arrays

@@ -22,10 +22,16 @@ class Intake:
         self._specs = {spec.name: spec for spec in params}
         self._read = read
         self._held: dict[str, list[View]] = {}
+        self.count = 0  # gradients ever held
 
     def check_name(self, name: str) -> None:
         """Raise GradientError for a name that is not registered."""
-        if name not in self._specs:
+        try:
+            known = name in self._specs
+        except TypeError:  # not hashable, such as the gradient itself
+            msg = "the name comes first, as a string, and the gradient second"
+            raise GradientError(msg) from None
+        if not known:
             msg = (
                 f"not among the {len(self._specs)} of the registry; build a new registry that "
                 "holds it (one that was frozen before needs that too)"
@@ -44,6 +50,7 @@ class Intake:
     def hold(self, name: str, view: View) -> None:
         """Keep one checked gradient until `take`; its memory must not go away before that."""
         self._held.setdefault(name, []).append(view)
+        self.count += 1
 
     def held(self, layout: BucketLayout) -> list[Sequence[View]]:
         """Return the sources of each segment; none where nothing arrived."""
@@ -64,5 +71,7 @@ class Intake:
 
     def describe(self, name: str) -> str:
         """Return how an error names a parameter: with dtype and shape where registered."""
+        if not isinstance(name, str):
+            return f"parameter named by a {type(name).__name__}"
         spec = self._specs.get(name)
         return f"parameter {name!r}" + (f" {spec.dtype} {spec.shape}" if spec else "")

@@ -39,8 +39,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for key, choices in _CHOICES.items():
-            if getattr(self, key) not in choices:
-                msg = f"{key} must be one of {choices}, not {getattr(self, key)!r}"
+            value = getattr(self, key)
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
+                msg = f"{key} must be one of {choices}, not {value!r}"
                 raise LayoutError(msg)
         buffers = self.max_buffers
         if not isinstance(buffers, int) or isinstance(buffers, bool) or buffers < 1:

@@ -94,9 +94,10 @@ class Pipeline:
             for nbytes in policy.buffer_bytes
         ]
         self._landed = runtime.event()
-        self._readers: dict[Any, Any] = {}  # stream -> event of edge F
+        self._readers = registry.readers  # stream -> event of edge F
         self._free_events: list[Any] = []
         self.buffer_bytes = sum(policy.buffer_bytes)
+        self.shard_bytes = registry.arena_bytes
         self.launches = 0
         self.collectives = 0
         self.sent_bytes = 0
@@ -127,9 +128,15 @@ class Pipeline:
         launches: Iterable[Launch],
         take: Callable[[BucketLayout], list[Sequence[View]]],
         fill: Fill,
+        check: Callable[[Launch], None] | None = None,
     ) -> None:
-        """Queue launches; `take` gives up the sources of each layout that is packed."""
+        """Queue launches; `take` gives up the sources of each layout that is packed.
+
+        `check` may refuse a launch before anything of it is queued.
+        """
         for launch in launches:
+            if check is not None:
+                check(launch)
             buffer = self._buffers[launch.buffer]
             self._hold_back_writers()
             if not buffer.filling:
@@ -138,6 +145,9 @@ class Pipeline:
                 self._pack(buffer, part, take(part.layout), fill)
             if launch.last:
                 self._send(buffer, launch)
+            else:
+                # More packs follow, but wait_packed() may ask for those so far.
+                buffer.packed.record(self._copy)
 
     def wait(self, stream: Any) -> None:
         """Make `stream` wait until every launch so far has landed in the shards."""
@@ -175,7 +185,6 @@ class Pipeline:
         """Drop buffers and references. Nothing may be in flight on a working world."""
         self._buffers.clear()
         self._prepared.clear()
-        self._readers.clear()
 
     @property
     def in_flight(self) -> int:

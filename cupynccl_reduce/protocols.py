@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from .errors import CommunicationError, ProtocolError
+from .errors import CommunicationError, MismatchError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -250,12 +250,18 @@ class World:
         if first:
             self.communicator.abort()
             self.control.abort()
-        if not isinstance(fault, Exception):
-            return fault  # KeyboardInterrupt keeps its meaning
+        if isinstance(fault, MismatchError) or not isinstance(fault, Exception):
+            return fault  # says all by itself; KeyboardInterrupt keeps its meaning
         return CommunicationError(f"rank {self.rank}: the world is broken: {fault}")
 
     def close(self) -> None:
-        """Finish queued work, then give everything back. Blocks the host. Idempotent."""
+        """Finish queued work, then give everything back. Blocks the host. Idempotent.
+
+        Raises ProtocolError inside backward.
+        """
+        if self.status.open_backward is not None and self.usable:
+            msg = f"rank {self.rank}: close() inside backward(): leave the with block first"
+            raise ProtocolError(msg)
         with self.status.lock:
             if self.status.closed:
                 return
@@ -264,7 +270,10 @@ class World:
             if self.status.fault is None:
                 self.stream.synchronize()
         except BaseException as error:
-            raise self.fail(error) from error
+            failure = self.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
         finally:
             self.communicator.close()
             self.control.close()

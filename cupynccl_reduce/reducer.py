@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from .agreement import gather_complaints
+from .agreement import agree_on_launch, gather_complaints
 from .cycle import Cycle
 from .errors import MismatchError, ProtocolError, ReduceError
 from .intake import Intake
 from .options import Options
 from .pipeline import Pipeline
-from .statistics import Statistics
+from .statistics import take_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
     from .layout import BucketLayout, Launch
     from .protocols import Fill, Memory
     from .registry import Registry
+    from .statistics import Statistics
 
 __all__ = ["Reducer"]
+
+T = TypeVar("T")
 
 
 class Reducer:
@@ -33,7 +37,8 @@ class Reducer:
         registry: one reducer at a time writes its shards.
         op: "mean" divides by world_size (in fp32, before the sum); "sum" does not. Integers: "sum".
         policy: "planned" launches fixed buckets in index order, in any arrival order; "arrival"
-            buckets gradients as they come, which must be in the same order on every rank.
+            buckets gradients as they come, which must be in the same order on every rank: that is
+            compared before each launch and at the end of backward, which blocks the host.
         pre_divide: only with policy="arrival" and op="mean": False lets the collective average.
         max_buffers: send buffers (of each wire dtype with "arrival"); from 2 on packing overlaps
             collectives.
@@ -67,26 +72,29 @@ class Reducer:
             missing=missing,
             memory=memory,
         )
-        registry.claim(self)
         self._registry, self._world = registry, world
         self._missing = missing
         self._policy = options.build_policy(registry)
         self._pipeline = Pipeline(registry, self._policy, options)
         # Only then can a failed rank fill what is left with NaN and stay in step with its peers.
+        # Buckets that fill in arrival order need the same order everywhere, so it is compared.
+        in_order = policy == "arrival" and world.world_size > 1
+        self._compare = partial(agree_on_launch, world.control) if in_order else None
         self._can_fill = policy == "planned" and all(s.is_float for s in registry.params)
         self._intake = Intake(registry.params, self._pipeline.read)
         self._cycle = Cycle(f"rank {world.rank} of {world.world_size}")
-        self._gradients = 0
         # Hooks may run on any thread, and a launch must be queued whole.
         self._lock = threading.RLock()
+        registry.claim(self)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Return the context in which gradients are handed over; leaving it flushes.
 
-        Does not block the host (unless missing="error"). If an exception leaves it, the rest goes
-        out as NaN, so that no peer hangs or uses the step unnoticed; every rank then calls
-        `discard()`. Where that cannot work (policy="arrival", integers) the world is broken.
+        Does not block the host (unless missing="error"). If an exception leaves it, what is not
+        launched yet goes out as NaN, so that no peer hangs, and every rank then calls `discard()`.
+        (Where all was launched, peers hold a complete step.) Where NaN cannot help
+        (policy="arrival", integers) the world is broken.
         """
         self._begin()
         try:
@@ -113,7 +121,6 @@ class Reducer:
                 complete = self._policy.arrive(name)
             except ReduceError as error:
                 raise self._told(error, name) from error.__cause__
-            self._gradients += 1
             self._intake.hold(name, view)
             self._launch_due(complete)
 
@@ -157,9 +164,10 @@ class Reducer:
         """
         with self._lock:
             self._check()
+            adopted = self._world.runtime.adopt(stream)
             if self._cycle.land():
                 self._run(self._policy.untouched())
-            self._queue(self._pipeline.wait, self._world.runtime.adopt(stream))
+            self._queue(self._pipeline.wait, adopted)
             return self._registry.shards
 
     def wait_packed(self, *, stream: Any = None) -> None:
@@ -193,19 +201,7 @@ class Reducer:
     def statistics(self) -> Statistics:
         """Return a snapshot of counts and memory; blocks nobody."""
         with self._lock:
-            pipeline = self._pipeline
-            return Statistics(
-                step=self._cycle.step,
-                backwards=self._cycle.backwards,
-                gradients=self._gradients,
-                launches=pipeline.launches,
-                collectives=pipeline.collectives,
-                sent_bytes=pipeline.sent_bytes,
-                waiting=self._policy.waiting() if self._cycle.open else {},
-                in_flight=pipeline.in_flight,
-                shard_bytes=self._registry.arena_bytes,
-                buffer_bytes=pipeline.buffer_bytes,
-            )
+            return take_statistics(self._cycle, self._intake, self._policy, self._pipeline)
 
     def close(self) -> None:
         """Finish queued work (blocks the host), free buffers and registry. Idempotent."""
@@ -228,7 +224,9 @@ class Reducer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Reducer step {self._cycle.step} {self._cycle.name}, {self._gradients} gradients>"
+        return (
+            f"<Reducer step {self._cycle.step} {self._cycle.name}, {self._intake.count} gradients>"
+        )
 
     def _begin(self) -> None:
         with self._lock:
@@ -260,16 +258,24 @@ class Reducer:
             # A failed rank takes part: its peers wait here.
             names = ", ".join(map(repr, self._policy.missing()))
             mine = names if error is None else f"backward failed: {error!r}"
-            absent = gather_complaints(self._world.control, mine)
+            absent = self._queue(gather_complaints, self._world.control, mine)
+        told = MismatchError(
+            self._cycle.where(
+                f"missing='error', and gradients are missing: {absent}; skip_grad() allows it"
+            )
+        )
+        if absent and not self._can_fill:
+            raise self._world.fail(told)  # ranks that differ would launch different collectives
         if error is not None:
             self._intake.clear()  # NaN for what has arrived too: nobody is to use this step
         self._run(self._policy.finish(), fill="zero" if error is None else "nan")
+        if self._compare is not None:
+            self._queue(self._compare, None)
         self._pipeline.release_read()
         if error is not None or absent:
             self._cycle.fail()
         if error is None and absent:
-            msg = f"missing='error', and gradients are missing: {absent}; skip_grad() allows it"
-            raise MismatchError(self._cycle.where(msg))
+            raise told
 
     def _launch_due(self, complete: BucketLayout | None) -> None:
         if complete is None:
@@ -278,13 +284,16 @@ class Reducer:
         self._run(self._policy.due())
 
     def _run(self, launches: Iterator[Launch], fill: Fill = "zero") -> None:
-        self._queue(self._pipeline.run, launches, self._intake.take, fill)
+        self._queue(self._pipeline.run, launches, self._intake.take, fill, self._compare)
 
-    def _queue(self, action: Callable[..., None], *args: Any) -> None:
+    def _queue(self, action: Callable[..., T], *args: Any) -> T:
         try:
-            action(*args)
+            return action(*args)
         except BaseException as error:
-            raise self._world.fail(error) from error
+            failure = self._world.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
 
     def _check(self) -> None:
         self._cycle.check()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .agreement import agree
 from .dtypes import DTYPES
 from .errors import LayoutError, ProtocolError, ReduceError
-from .gather import ShardGather, check_writable
+from .gather import ShardGather, check_apart, check_writable
 from .layout import BucketLayout, Matrix, ParamSpec, Segment, plan_buckets
 
 if TYPE_CHECKING:
@@ -61,22 +61,25 @@ class Registry(Mapping[str, Placement]):
     ) -> None:
         world.check()
         self.world = world
-        self.params = tuple(params)
         self.bucket_bytes = bucket_bytes
         self._reducer: object | None = None
-        self._prepare(dict(shards or {}))
+        # Streams that called wait(): whatever writes shards next waits for what they read, also
+        # where that is another reducer.
+        self.readers: dict[Any, Any] = {}
+        self._prepare(params, {} if shards is None else shards)
         self._gather = ShardGather(world, self.buckets, {s.name: s for s in self.params})
 
-    def _prepare(self, brought: dict[str, Any]) -> None:
+    def _prepare(self, params: Sequence[ParamSpec], brought: Mapping[str, Any]) -> None:
         world = self.world
         refused: ReduceError | None = None
         try:
+            self.params = _listed(params, brought)
             self.buckets = plan_buckets(
                 self.params, world_size=world.world_size, bucket_bytes=self.bucket_bytes
             )
             self._placements = self._place()
-            for name, array in brought.items():
-                self._check_brought(name, array)
+            views = {name: self._check_brought(name, array) for name, array in brought.items()}
+            check_apart("shards", views)
             entries = [f"bucket_bytes={self.bucket_bytes}", *map(repr, self.params)]
         except ReduceError as error:
             refused, entries = error, []
@@ -85,11 +88,12 @@ class Registry(Mapping[str, Placement]):
         last = self.buckets[-1]
         self.arena_bytes = last.shard_offset + last.shard_bytes if len(brought) < len(self) else 0
         self._arena: Array = world.runtime.allocate(self.arena_bytes)
-        if brought:
-            # The caller may still be writing to (zeroing) the memory it brings.
-            event = world.runtime.event()
-            event.record(world.runtime.adopt(None))
-            world.stream.wait_event(event)
+        for stream in {view.stream: None for view in views.values()}:
+            # A: the caller may still be writing to (zeroing) the memory it brings.
+            if stream is not None:
+                event = world.runtime.event()
+                event.record(stream)
+                world.stream.wait_event(event)
         self.shards: Mapping[str, Any] = MappingProxyType(
             {name: brought[name] if name in brought else self._shard(name) for name in self}
         )
@@ -105,7 +109,7 @@ class Registry(Mapping[str, Placement]):
         }
         return {spec.name: placed[spec.name] for spec in self.params}
 
-    def _check_brought(self, name: str, array: Any) -> None:
+    def _check_brought(self, name: str, array: Any) -> View:
         if name not in self._placements:
             msg = f"shards: no parameter {name!r} among those given"
             raise LayoutError(msg)
@@ -118,6 +122,7 @@ class Registry(Mapping[str, Placement]):
         shape = (place.stop - place.start,)
         what = f"shards: {name!r} of rank {self.world.rank}"
         check_writable(what, view, shape, place.spec.shard_dtype)
+        return view
 
     def _shard(self, name: str) -> Array:
         place = self._placements[name]
@@ -159,10 +164,10 @@ class Registry(Mapping[str, Placement]):
     ) -> dict[str, Any]:
         """Put per-parameter shards together into full arrays: name -> array of its shape.
 
-        Collective; every rank gives the same names and dtypes (compared, blocking the host, when a
-        set is new). Any shards will do: gradients from `Reducer.wait()`, or a rank's own slices of
-        parameters. The caller's stream waits for the result; the host does not, but allocating
-        without `out` blocks it. Full arrays are copies: editing one changes no shard, and the next
+        Collective; every rank gives the same names and dtypes, outside backward. Blocks the host
+        until every rank is here, to compare them; not for the result, which the caller's stream
+        waits for. Any shards will do: gradients from `Reducer.wait()`, or a rank's own slices of
+        parameters. Full arrays are copies: editing one changes no shard, and the next
         gather overwrites `out`.
 
         Args:
@@ -173,8 +178,14 @@ class Registry(Mapping[str, Placement]):
         Raises:
             LayoutError: a wrong name, shape or dtype, before anything is queued.
             MismatchError: ranks that give different names or dtypes.
+            ProtocolError: inside backward.
         """
         self.world.check()
+        if self.world.status.open_backward is not None:
+            msg = (
+                "gather() inside backward(), where ranks launch at different times: leave it first"
+            )
+            raise ProtocolError(msg)
         return self._gather(shards, out, stream)
 
     def check_free(self) -> None:
@@ -210,3 +221,14 @@ class Registry(Mapping[str, Placement]):
             f"<Registry {len(self)} parameters in {len(self.buckets)} buckets, "
             f"rank {self.world.rank} of {self.world.world_size}>"
         )
+
+
+def _listed(params: Sequence[ParamSpec], brought: Mapping[str, Any]) -> tuple[ParamSpec, ...]:
+    if not isinstance(brought, Mapping):
+        msg = f"shards must be a mapping of names to arrays, not {type(brought).__name__}"
+        raise LayoutError(msg)
+    try:
+        return tuple(params)
+    except TypeError:
+        msg = f"params must be a list of ParamSpec, not {type(params).__name__}"
+        raise LayoutError(msg) from None

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Statistics"]
+    from .cycle import Cycle
+    from .intake import Intake
+    from .pipeline import Pipeline
+    from .policies import Policy
+
+__all__ = ["Statistics", "take_statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +43,19 @@ class Statistics:
     in_flight: int
     shard_bytes: int
     buffer_bytes: int
+
+
+def take_statistics(cycle: Cycle, intake: Intake, policy: Policy, pipeline: Pipeline) -> Statistics:
+    """Return what these parts of one reducer say of themselves."""
+    return Statistics(
+        step=cycle.step,
+        backwards=cycle.backwards,
+        gradients=intake.count,
+        launches=pipeline.launches,
+        collectives=pipeline.collectives,
+        sent_bytes=pipeline.sent_bytes,
+        waiting=policy.waiting() if cycle.open else {},
+        in_flight=pipeline.in_flight,
+        shard_bytes=pipeline.shard_bytes,
+        buffer_bytes=pipeline.buffer_bytes,
+    )

@@ -126,8 +126,15 @@ def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: no rank may go on behind the caller's back
+        data.abort()
+        side.abort()
+        for thread in threads:
+            thread.join()
+        raise
     if failures:
         # Whoever was freed by another's failure is a consequence, not the cause.
         causes = [e for e in failures if not isinstance(e, CommunicationError)]

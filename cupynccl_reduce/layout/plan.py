@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIGN_BYTES", "plan_buckets", "send_bound"]
 
 ALIGN_BYTES = 16  # the widest vector copy of a GPU thread
+REPEATS = 64  # arrivals of a parameter used many times that one bucket has room for
 ARENA_ALIGN_BYTES = 256  # what CUDA allocations are aligned to
 
 
@@ -63,13 +64,15 @@ def plan_buckets(
 
 
 def send_bound(layouts: Sequence[BucketLayout], bucket_bytes: int) -> int:
-    """Return bytes that hold any arrivals of at most `bucket_bytes` of gradients, padding included.
+    """Return bytes for the send buffer of a bucket that fills in arrival order, padding included.
 
-    Each layout holds one parameter; one over `bucket_bytes` travels alone. The bound is the
-    fractional knapsack: fill with the parameters that padding makes longest, the last one whole.
+    Each layout holds one parameter; one over `bucket_bytes` travels alone. Where each comes once,
+    this holds any arrivals of at most `bucket_bytes` of gradients: it is the fractional knapsack,
+    filled with the parameters that padding makes longest, the last one whole. For those that
+    repeat (`uses="many"`) there is room for some more arrivals, up to `bucket_bytes`; a bucket
+    that they fill before is launched early.
     """
-    total = sum(layout.send_bytes for layout in layouts if layout.uses == "once")
-    alone = max((layout.send_bytes for layout in layouts), default=0)
+    total = sum(layout.send_bytes for layout in layouts)
     limit = max([bucket_bytes, *(layout.gradient_bytes for layout in layouts)])
     dearest = sorted(
         (layout for layout in layouts if layout.gradient_bytes),
@@ -78,14 +81,14 @@ def send_bound(layouts: Sequence[BucketLayout], bucket_bytes: int) -> int:
     )
     bound = filled = 0
     for layout in dearest:
-        # One that repeats ("many") may fill the whole rest by itself.
-        repeats = 1 if layout.uses == "once" else -(-(limit - filled) // layout.gradient_bytes)
-        bound += layout.send_bytes * repeats
-        filled += layout.gradient_bytes * repeats
+        bound += layout.send_bytes
+        filled += layout.gradient_bytes
         if filled >= limit:
             break
-    once = all(layout.uses == "once" for layout in layouts)
-    return max(alone, min(bound, total) if once else bound)
+    alone = max((layout.send_bytes for layout in layouts), default=0)
+    once = max(alone, min(bound, total))
+    again = sum(layout.send_bytes for layout in layouts if layout.uses == "many")
+    return once + min(REPEATS * again, bucket_bytes)
 
 
 def _lay_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,11 +42,10 @@ class ParamSpec:
             raise LayoutError(msg)
         what = f"parameter {self.name!r}"
         try:
-            shape = tuple(int(extent) for extent in self.shape)
-            exact = shape == tuple(self.shape)
-        except (TypeError, ValueError):
-            exact = False
-        if not exact or min(shape, default=0) < 0:
+            shape = tuple(operator.index(extent) for extent in self.shape)
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
             msg = f"{what}: shape must be a tuple of integers >= 0, not {self.shape!r}"
             raise LayoutError(msg)
         object.__setattr__(self, "shape", shape)

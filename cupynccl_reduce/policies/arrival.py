@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cupynccl_reduce.errors import ProtocolError
 from cupynccl_reduce.layout import Launch, Part, send_bound
 
-from .base import SKIPPED, TWICE
+from .base import ARRIVED, SKIPPED, TWICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +61,7 @@ class Arrival:
         self.buffer_bytes = tuple(sizes)
         self._missing: set[str] = set()
         self._arrived: set[str] = set()
+        self._skipped: set[str] = set()
         self._reduced: set[str] = set()
         self._queue: list[BucketLayout] = []
 
@@ -69,13 +70,16 @@ class Arrival:
         if not accumulate:
             self._reduced.clear()
         self._arrived.clear()
+        self._skipped.clear()
         self._missing = set(self._of)
 
     def arrive(self, name: str) -> BucketLayout | None:
         """Note one gradient, which is packed at once: its layout is complete."""
         layout = self._of[name]
-        if name not in self._missing and not (layout.uses == "many" and name in self._arrived):
-            raise ProtocolError(TWICE if name in self._arrived else SKIPPED)
+        if name in self._arrived and layout.uses == "once":
+            raise ProtocolError(TWICE)
+        if name in self._skipped:
+            raise ProtocolError(SKIPPED)
         self._missing.discard(name)
         self._arrived.add(name)
         self._queue.append(layout)
@@ -84,8 +88,9 @@ class Arrival:
     def skip(self, name: str) -> BucketLayout | None:
         """Note that no gradient will come."""
         if name not in self._missing:
-            raise ProtocolError(TWICE if name in self._arrived else SKIPPED)
+            raise ProtocolError(ARRIVED if name in self._arrived else SKIPPED)
         self._missing.remove(name)
+        self._skipped.add(name)
         return None
 
     def due(self) -> Iterator[Launch]:
@@ -93,7 +98,10 @@ class Arrival:
         while self._queue:
             layout = self._queue.pop(0)
             group = self._groups[layout.reduce_dtype]
-            if group.filled and group.filled + layout.gradient_bytes > group.capacity:
+            full = group.filled + layout.gradient_bytes > group.capacity
+            # What repeats ("many") may fill a buffer with its padding first.
+            full |= group.offset + layout.send_bytes > self.buffer_bytes[group.buffers[0]]
+            if group.filled and full:
                 yield self._flush(group)
             # A gradient larger than the bucket grows it, for good.
             group.capacity = max(group.capacity, layout.gradient_bytes)

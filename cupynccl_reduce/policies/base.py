@@ -9,13 +9,15 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce.layout import BucketLayout, Launch
 
-__all__ = ["SKIPPED", "TWICE", "Policy"]
+__all__ = ["ARRIVED", "FLUSHED", "SKIPPED", "TWICE", "Policy"]
 
 TWICE = (
     "it arrived twice in one backward; ParamSpec(uses='many') sums such gradients "
     "(torch: attach(uses_many=[...]))"
 )
 SKIPPED = "skip_grad() said that none would come in this backward"
+ARRIVED = "a gradient of it has arrived in this backward; skip_grad() comes instead of one"
+FLUSHED = "its bucket was launched already; it must come before flush()"
 
 
 class Policy(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from cupynccl_reduce.errors import ProtocolError
 from cupynccl_reduce.layout import Launch, Part
 
-from .base import SKIPPED, TWICE
+from .base import ARRIVED, FLUSHED, SKIPPED, TWICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +58,7 @@ class Planned:
         ]
         self._of = {name: b for b in self._buckets for name in b.layout.names}
         self._arrived: set[str] = set()
+        self._skipped: set[str] = set()
         self._accumulate = False
         self._next = 0
 
@@ -65,6 +66,7 @@ class Planned:
         """Start a backward: every bucket waits for all its parameters."""
         self._accumulate = accumulate
         self._arrived.clear()
+        self._skipped.clear()
         self._next = 0
         for bucket in self._buckets:
             bucket.missing.update(bucket.layout.names)
@@ -73,25 +75,27 @@ class Planned:
     def arrive(self, name: str) -> BucketLayout | None:
         """Note one gradient; return its bucket if that is complete now."""
         bucket = self._of[name]
+        if name in self._arrived and bucket.layout.uses == "once":
+            raise ProtocolError(TWICE)
+        if name in self._skipped:
+            raise ProtocolError(SKIPPED)
         if bucket.launched:
-            msg = "its bucket was launched already; a gradient must come before flush()"
-            if name in self._arrived:
-                msg = TWICE
-            raise ProtocolError(msg)
-        if name not in bucket.missing:
-            if bucket.layout.uses == "once" or name not in self._arrived:
-                raise ProtocolError(TWICE if name in self._arrived else SKIPPED)
-            return None
-        bucket.missing.remove(name)
+            raise ProtocolError(FLUSHED)
+        bucket.missing.discard(name)
         self._arrived.add(name)
         return bucket.layout if bucket.ready else None
 
     def skip(self, name: str) -> BucketLayout | None:
         """Note that no gradient will come; return its bucket if that is complete now."""
         bucket = self._of[name]
-        if bucket.launched or name not in bucket.missing:
-            raise ProtocolError(TWICE if name in self._arrived else SKIPPED)
+        if name in self._arrived:
+            raise ProtocolError(ARRIVED)
+        if name in self._skipped:
+            raise ProtocolError(SKIPPED)
+        if bucket.launched:
+            raise ProtocolError(FLUSHED)
         bucket.missing.remove(name)
+        self._skipped.add(name)
         return bucket.layout if bucket.ready else None
 
     def due(self) -> Iterator[Launch]:

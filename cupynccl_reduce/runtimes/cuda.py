@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaRuntime", "bus_id"]
 
-LEGACY_STREAM = 1  # the null stream in DLPack's numbering
+# Handles in DLPack's and CUDA's own numbering: the null stream, and each thread's default stream.
+LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
 
 NAMES = {
     np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name): name for name in DTYPES
@@ -52,7 +53,11 @@ class CudaRuntime:
         self._pinned = cupy.cuda.PinnedMemoryPool()
         self._functions: dict[str, Any] = {}
         null, per_thread = cupy.cuda.Stream.null, cupy.cuda.Stream.ptds
-        self._streams: dict[int, Any] = {0: null, LEGACY_STREAM: null, 2: per_thread}
+        self._streams: dict[int, Any] = {
+            0: null,
+            LEGACY_STREAM: null,
+            PER_THREAD_STREAM: per_thread,
+        }
         self._closed = False
         with self.current:
             self._own = cupy.cuda.Stream(non_blocking=True)
@@ -99,6 +104,12 @@ class CudaRuntime:
             view = dlpack.read(source, stream=stream.ptr or LEGACY_STREAM)
             if view.stream is not None:
                 view.stream = self._streams.get(view.stream) or self.adopt(view.stream)
+        if view.stream is not None and view.stream.ptr == PER_THREAD_STREAM:
+            # Another stream in every thread: only this thread can order it, so now.
+            event = self.event()
+            event.record(view.stream)
+            stream.wait_event(event)
+            view.stream = None
         if view.device_id != self.device or view.device != "cuda":
             remedy = (
                 "copy it to the GPU, or use connect('host')"
@@ -133,7 +144,8 @@ class CudaRuntime:
         """Return the CuPy Stream of a caller's stream; None is this thread's current one.
 
         Takes CuPy's and torch's streams, objects with `__cuda_stream__`, and raw handles (0 and 1
-        are the null stream, 2 the calling thread's default stream).
+        are the null stream, 2 the calling thread's default stream: hand gradients over under it
+        from any thread, but call wait() and start the next backward on one).
         """
         if stream is None:
             return cupy.cuda.get_current_stream(self.device)

@@ -55,7 +55,11 @@ class HostRuntime:
         if memory != "device":
             msg = f"memory={memory!r} needs a GPU; the host runtime has only memory='device'"
             raise LayoutError(msg)
-        block = np.zeros(nbytes + 64, np.uint8)
+        try:
+            block = np.zeros(nbytes + 64, np.uint8)
+        except (MemoryError, ValueError) as error:  # NumPy's, for more than an address can reach
+            msg = f"no memory for {nbytes} bytes ({error}); lower bucket_bytes or max_buffers"
+            raise LayoutError(msg) from error
         start = -block.ctypes.data % 64
         return block[start : start + nbytes]
 

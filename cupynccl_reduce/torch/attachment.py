@@ -74,7 +74,10 @@ def attach(
         for name, tensor in _tensors(model):
             _check(name, tensor, device)
             trains = " requires grad" if tensor.requires_grad else ""
-            entries.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}{trains}")
+            entries.append(f"{name!r} {tensor.dtype} {tuple(tensor.shape)}{trains}")
+        if isinstance(uses_many, str):
+            msg = f"uses_many must be a list of names; write [{uses_many!r}]"
+            raise LayoutError(msg)
         specs = _specs(model, reduce_dtype, shard_dtype, frozenset(uses_many))
     except ReduceError as error:
         refused = error

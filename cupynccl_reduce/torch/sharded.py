@@ -170,8 +170,8 @@ class Sharded:
         for name in names:
             trains = self._params[name].requires_grad
             self._shards[name].grad = self._reduced[name] if trains else None
-        self._stepped.append(optimizer)
         optimizer.step()
+        self._stepped.append(optimizer)
         self._write_back(names, stream)
 
     def discard(self) -> None:
@@ -194,6 +194,7 @@ class Sharded:
         if self._mode is _Mode.REDUCING:
             msg = "detach() inside backward(); call it afterwards"
             raise ProtocolError(msg)
+        self._reducer.close()  # refuses inside a backward; nothing has changed then
         self._detached = True
         for hook in self._hooks:
             hook.remove()
@@ -201,7 +202,6 @@ class Sharded:
         self._drop_grads()
         for shard in self._shards.values():
             shard.grad = None
-        self._reducer.close()
 
     def __enter__(self) -> Self:
         return self
