@@ -95,13 +95,7 @@ class ShardGather:
         arrays = dict(out) if out is not None else self._allocate(sources)
         if targets is None:
             targets = {name: world.runtime.read(a, caller) for name, a in arrays.items()}
-        try:
-            self._queue(self._plans[key], sources, targets, caller)
-        except BaseException as error:
-            failure = world.fail(error)
-            if failure is error:
-                raise
-            raise failure from error
+        world.guard(self._queue, self._plans[key], sources, targets, caller)
         return arrays
 
     def _queue(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from .errors import CommunicationError, MismatchError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from .dlpack import View
@@ -34,6 +34,7 @@ __all__ = [
     "World",
 ]
 
+T = TypeVar("T")
 Fill = Literal["zero", "nan"]
 Memory = Literal["device", "pinned"]
 Op = Literal["sum", "avg"]
@@ -254,6 +255,16 @@ class World:
             return fault  # says all by itself; KeyboardInterrupt keeps its meaning
         return CommunicationError(f"rank {self.rank}: the world is broken: {fault}")
 
+    def guard(self, action: Callable[..., T], *args: Any) -> T:
+        """Do what queues work or waits for ranks; if it fails, break the world and say why."""
+        try:
+            return action(*args)
+        except BaseException as error:
+            failure = self.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
+
     def close(self) -> None:
         """Finish queued work, then give everything back. Blocks the host. Idempotent.
 
@@ -268,12 +279,7 @@ class World:
             self.status.closed = True
         try:
             if self.status.fault is None:
-                self.stream.synchronize()
-        except BaseException as error:
-            failure = self.fail(error)
-            if failure is error:
-                raise
-            raise failure from error
+                self.guard(self.stream.synchronize)
         finally:
             self.communicator.close()
             self.control.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .agreement import agree_on_launch, gather_complaints
 from .cycle import Cycle
@@ -16,7 +16,7 @@ from .pipeline import Pipeline
 from .statistics import take_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from .layout import BucketLayout, Launch
     from .protocols import Fill, Memory
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from .statistics import Statistics
 
 __all__ = ["Reducer"]
-
-T = TypeVar("T")
 
 
 class Reducer:
@@ -139,9 +137,9 @@ class Reducer:
             self._launch_due(complete)
 
     def flush(self) -> None:
-        """Launch everything not yet launched in the open backward; absent gradients are zero.
+        """Launch what is not yet launched in the open backward, if anything; absent ones are zero.
 
-        Collective within a backward. Nothing to launch: nothing happens. Does not block the host.
+        Collective within a backward. Does not block the host.
         """
         with self._lock:
             self._check()
@@ -167,7 +165,7 @@ class Reducer:
             adopted = self._world.runtime.adopt(stream)
             if self._cycle.land():
                 self._run(self._policy.untouched())
-            self._queue(self._pipeline.wait, adopted)
+            self._world.guard(self._pipeline.wait, adopted)
             return self._registry.shards
 
     def wait_packed(self, *, stream: Any = None) -> None:
@@ -184,13 +182,13 @@ class Reducer:
                     "backward(), or flush() first"
                 )
                 raise ProtocolError(self._cycle.where(msg))
-            self._queue(self._pipeline.wait_packed, self._world.runtime.adopt(stream))
+            self._world.guard(self._pipeline.wait_packed, self._world.runtime.adopt(stream))
 
     def synchronize(self) -> None:
         """Block the host until everything queued is done; raise CommunicationError if it failed."""
         with self._lock:
             self._check()
-            self._queue(self._pipeline.synchronize)
+            self._world.guard(self._pipeline.synchronize)
 
     def discard(self) -> None:
         """Close a cycle whose step is skipped, on every rank; the next gradients overwrite."""
@@ -258,19 +256,16 @@ class Reducer:
             # A failed rank takes part: its peers wait here.
             names = ", ".join(map(repr, self._policy.missing()))
             mine = names if error is None else f"backward failed: {error!r}"
-            absent = self._queue(gather_complaints, self._world.control, mine)
-        told = MismatchError(
-            self._cycle.where(
-                f"missing='error', and gradients are missing: {absent}; skip_grad() allows it"
-            )
-        )
+            absent = self._world.guard(gather_complaints, self._world.control, mine)
+        msg = f"missing='error', and gradients are missing: {absent}; skip_grad() allows it"
+        told = MismatchError(self._cycle.where(msg))
         if absent and not self._can_fill:
             raise self._world.fail(told)  # ranks that differ would launch different collectives
         if error is not None:
             self._intake.clear()  # NaN for what has arrived too: nobody is to use this step
         self._run(self._policy.finish(), fill="zero" if error is None else "nan")
         if self._compare is not None:
-            self._queue(self._compare, None)
+            self._world.guard(self._compare, None)
         self._pipeline.release_read()
         if error is not None or absent:
             self._cycle.fail()
@@ -284,16 +279,7 @@ class Reducer:
         self._run(self._policy.due())
 
     def _run(self, launches: Iterator[Launch], fill: Fill = "zero") -> None:
-        self._queue(self._pipeline.run, launches, self._intake.take, fill, self._compare)
-
-    def _queue(self, action: Callable[..., T], *args: Any) -> T:
-        try:
-            return action(*args)
-        except BaseException as error:
-            failure = self._world.fail(error)
-            if failure is error:
-                raise
-            raise failure from error
+        self._world.guard(self._pipeline.run, launches, self._intake.take, fill, self._compare)
 
     def _check(self) -> None:
         self._cycle.check()

@@ -157,15 +157,14 @@ def test_split_buckets_use_the_same_shard_memory(plan: Plan) -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 5, 8, 24, 33, 1000])
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("numels", [(1, 2, 3, 4), (7, 1, 1, 12), (5, 5, 0, 9), (2,), (0,)])
-def test_the_send_bound_holds_for_every_arrival_sequence(
+def test_the_send_bound_holds_for_every_order_of_arrival(
     numels: tuple[int, ...], world_size: int, bucket_bytes: int, uses: str
 ) -> None:
     specs = [ParamSpec(f"p{i}", (n,), "float32", uses=uses) for i, n in enumerate(numels)]
     buckets = plan_buckets(specs, world_size=world_size, bucket_bytes=bucket_bytes)
     layouts = [single for bucket in buckets for single in bucket.split()]
     bound = send_bound(layouts, bucket_bytes)
-    sequences = permutations(layouts) if uses == "once" else product(layouts, repeat=6)
-    for sequence in sequences:
+    for sequence in permutations(layouts):
         capacity, filled, sent = bucket_bytes, 0, 0
         for layout in sequence:
             if filled and filled + layout.gradient_bytes > capacity:
@@ -174,8 +173,9 @@ def test_the_send_bound_holds_for_every_arrival_sequence(
             filled += layout.gradient_bytes
             sent += layout.send_bytes
             assert sent <= bound
-    if uses == "once":
-        assert bound <= sum(layout.send_bytes for layout in layouts)
+    # Those that repeat get some room on top; test_policies shows that they never overflow it.
+    room = 0 if uses == "once" else bucket_bytes
+    assert bound <= sum(layout.send_bytes for layout in layouts) + room
 
 
 def test_nothing_in_a_plan_grows_with_the_world_size() -> None:

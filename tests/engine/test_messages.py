@@ -81,7 +81,7 @@ MESSAGES: dict[str, tuple[Callable[[Reducer], object], str]] = {
     ),
     "after-a-flush": (
         lambda r: (r.flush(), r.reduce_grad("wte", np.ones((4, 3), "f4"))),
-        WTE + "its bucket was launched already; a gradient must come before flush()",
+        WTE + "its bucket was launched already; it must come before flush()",
     ),
 }
 
