@@ -254,6 +254,7 @@ EDGES = [
         _all(
             _before(Pipeline, "_pack", lambda self, buffer, *_: buffer.packed.record(self._copy)),
             lambda p: skip_records(p, "_send", on=COPY),
+            lambda p: skip_records(p, "run", on=COPY),
         ),
         "arrival",
         "race",
@@ -356,13 +357,13 @@ EDGES = [
     ),
     Planted(
         "gather does not wait for the caller",
-        lambda p: skip_waits(p, "__call__", on=COMMUNICATION),
+        lambda p: skip_waits(p, "_queue", on=COMMUNICATION),
         "gather parameters",
         "race",
     ),
     Planted(
         "nobody waits for the gather",
-        lambda p: skip_waits(p, "__call__", on="side"),
+        lambda p: skip_waits(p, "_queue", on="side"),
         "gather",
         "race",
     ),

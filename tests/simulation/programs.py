@@ -74,8 +74,10 @@ def growing_gather(world: World) -> None:
         for array in (*own.values(), *out.values()):
             runtime.consume(array)
     side.synchronize()
-    registry.gather({"p0": own["p0"]}, out={"p0": out["p0"]}, stream=side)
-    registry.gather(own, out=out, stream=side)
+    registry.gather({"p0": own["p0"]}, out={"p0": out["p0"]})
+    with runtime.use(side):  # the stream that the scratch was allocated on waits for nothing here
+        registry.gather({"p0": own["p0"]}, out={"p0": out["p0"]})
+        registry.gather(own, out=out)
     side.synchronize()
 
 

@@ -45,7 +45,7 @@ UNNEEDED_SOMEWHERE = {
     "_hold_back_writers": "the gather has waited for that reader, or nothing is written again",
     "_release": "the producer's next wait comes before its allocator uses the memory",
     "wait_packed": "wait() makes the producers wait for the packs before they write again",
-    "__call__": "the caller's stream has done nothing to what this gather reads or writes",
+    "_queue": "that stream has done nothing to what this gather reads or writes, and does not next",
 }
 # One rank packs on the communication stream: what follows there is in order without an event.
 ONE_STREAM = {"_send", "_reuse"}
