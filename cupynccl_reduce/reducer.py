@@ -259,8 +259,10 @@ class Reducer:
             absent = self._world.guard(gather_complaints, self._world.control, mine)
         msg = f"missing='error', and gradients are missing: {absent}; skip_grad() allows it"
         told = MismatchError(self._cycle.where(msg))
-        if absent and not self._can_fill:
-            raise self._world.fail(told)  # ranks that differ would launch different collectives
+        if absent and self._compare is not None:
+            # Ranks that differ would launch different collectives: none of them launches more.
+            self._cycle.fail()
+            raise told
         if error is not None:
             self._intake.clear()  # NaN for what has arrived too: nobody is to use this step
         self._run(self._policy.finish(), fill="zero" if error is None else "nan")

@@ -16,4 +16,5 @@ stage "format" "$python" -m ruff format --check
 stage "types" "$python" -m mypy
 stage "architecture" lint-imports
 stage "spelling" "$python" -m codespell_lib
-stage "tests" "$python" -m pytest -m "not gpu" --cov "$@"
+# Two workers: most tests are one thread, and those that start ranks mostly wait for them.
+stage "tests" "$python" -m pytest -m "not gpu" -n 2 --dist worksteal "$@"

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     code = 1
     try:
-        code = _COMMANDS[args.command](args)
+        code = args.run(args)
     except ReduceError as error:
         print(f"cupynccl-reduce: error: {error}", file=sys.stderr)
     except BaseException:  # shown before the world ends, then raised as it is
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--share-gpu", action="store_true", help="let several ranks of this host use one GPU"
     )
+    demo.set_defaults(run=_demo)
     prove = commands.add_parser(
         "prove",
         help="simulate a bucket plan under many schedules, with the race detector",
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument(
         "--bucket-bytes", type=_count, default=64 << 20, metavar="B", help="of the plan (64 MiB)"
     )
+    prove.set_defaults(run=_prove)
     return parser
 
 
@@ -122,9 +124,6 @@ def _prove(args: argparse.Namespace) -> int:
         runs=args.runs,
         bucket_bytes=args.bucket_bytes,
     )
-
-
-_COMMANDS = {"demo": _demo, "prove": _prove}
 
 
 def _is_one_of_many() -> bool:

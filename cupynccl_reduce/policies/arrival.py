@@ -69,6 +69,9 @@ class Arrival:
         """Start a backward."""
         if not accumulate:
             self._reduced.clear()
+        for group in self._groups.values():
+            group.filled = group.offset = 0
+            group.parts.clear()  # of a backward that ended without launching them
         self._arrived.clear()
         self._skipped.clear()
         self._missing = set(self._of)

@@ -33,6 +33,9 @@ class FollowedStream:
         self.plain.synchronize()
         self._runtime.detector.follow(self._runtime.host_lane(), self.lane)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)  # all that is no edge
+
     def __enter__(self) -> Any:
         return self.plain.__enter__()
 

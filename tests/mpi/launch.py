@@ -43,7 +43,12 @@ class Result:
 
 def environment(**changes: str) -> dict[str, str]:
     """Return an environment without any launcher's variables, in which programs find the tests."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        # MCA settings are the machine's, such as how to start ranks at all.
+        if not key.startswith(LAUNCHERS) or key.startswith(("OMPI_MCA_", "PRTE_MCA_"))
+    }
     paths = [*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1", **changes}
 

@@ -43,7 +43,7 @@ def values_are_exact(world: cr.World) -> None:
     dtypes += [("float64", "float64", "float64"), ("bfloat16", "float32", "float32")]
     dtypes += [("float32", "bfloat16", "float32")]
     for policy in ("planned", "arrival"):
-        for bucket_bytes in (1, 200, 1 << 20):
+        for bucket_bytes in (1, 200, 1 << 20) if size <= 2 else (200,):
             for memory in ("device", "pinned") if bucket_bytes == 200 else ("device",):
                 specs = [
                     cr.ParamSpec(f"{d}-{k}-{i}", shape, d, reduce_dtype=w, shard_dtype=s)
