@@ -144,7 +144,7 @@ def test_a_wrong_launcher_cannot_exist() -> None:
         (2, 3, 4, True, 2),
     ],
 )
-def test_the_device_of_a_local_rank(
+def test_k1_the_device_of_a_local_rank(
     local_rank: int, local_size: int, visible_devices: int, share_gpu: bool, expected: int
 ) -> None:
     launcher = Launcher("Open MPI", local_rank, local_size, local_rank, local_size)
@@ -152,7 +152,7 @@ def test_the_device_of_a_local_rank(
 
 
 @pytest.mark.parametrize("local_rank", [0, 1, 2, 3])
-def test_too_few_devices_fail_on_every_rank(local_rank: int) -> None:
+def test_k1_too_few_devices_fail_on_every_rank(local_rank: int) -> None:
     launcher = Launcher("Open MPI", local_rank, 4, local_rank, 4)
     with pytest.raises(LayoutError, match=f"local rank {local_rank} of 4 .* sees 2 GPUs; .*share"):
         device_index(launcher, 2)
