@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 [ "$(count_gpus)" -gt 0 ] || fail "no GPU is visible (nvidia-smi -L, CUDA_VISIBLE_DEVICES)"
 prepare gpu ""
 limit_threads 4
-"$python" -m pytest -m gpu -rfEsxXp --durations=5 "$@"
+"$python" -m pytest -m gpu -rfEsxX --durations=5 "$@"

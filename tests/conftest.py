@@ -1,8 +1,9 @@
-"""Factories that tests share. Never imported from."""
+"""Factories that tests share, and a wall for every test. Never imported from."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import cupynccl_reduce
 from cupynccl_reduce import ParamSpec, Reducer, Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from cupynccl_reduce import World
 
@@ -23,6 +24,33 @@ if TYPE_CHECKING:
 settings.register_profile("laws", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("laws"), max_examples=5000)
 settings.load_profile("laws")
+
+LIMIT_S = 300.0  # for what hangs, on the slowest machine
+
+
+class HangError(BaseException):
+    """Not an Exception: neither a test, the engine nor Hypothesis is to catch and go on."""
+
+
+def _hung(*_: object) -> None:
+    msg = "this test hangs"
+    raise HangError(msg)
+
+
+@pytest.fixture(autouse=True)
+def limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End a test that hangs: the main thread is freed; the ranks' threads are daemons."""
+    marker = request.node.get_closest_marker("limit")
+    before = signal.signal(signal.SIGALRM, _hung)
+    signal.setitimer(signal.ITIMER_REAL, marker.args[0] if marker else LIMIT_S)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker: pytest is strict."""
+    config.addinivalue_line("markers", "limit(seconds): when a test counts as hanging")
 
 
 @pytest.fixture(scope="session")
