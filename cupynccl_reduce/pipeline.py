@@ -182,7 +182,13 @@ class Pipeline:
         self._landed.synchronize()
 
     def close(self) -> None:
-        """Drop buffers and references. Nothing may be in flight on a working world."""
+        """Drop buffers and references. Nothing may be in flight on a working world.
+
+        On a broken one, packs and collectives may still use them, and nobody can wait for that:
+        the world keeps them for as long as it lives.
+        """
+        if not self._world.usable:
+            self._world.status.kept.append((self._buffers[:], dict(self._prepared)))
         self._buffers.clear()
         self._prepared.clear()
 

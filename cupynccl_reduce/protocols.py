@@ -183,6 +183,7 @@ class Status:
         self.closed = False
         self.fault: BaseException | None = None
         self.open_backward: object | None = None
+        self.kept: list[object] = []  # what queued work of a broken world may still use
 
 
 @dataclass(frozen=True, slots=True, eq=False)

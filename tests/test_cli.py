@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from mpi.launch import environment, mpirun, run
 
 from cupynccl_reduce import __version__
 from cupynccl_reduce.cli import main
+from cupynccl_reduce.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,3 +177,58 @@ def test_other_ranks_draw_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
     Progress("ranks", 3, shown=False, redraw=True, losses=[1.0]).show(2)
     assert capsys.readouterr().out == ""
+
+
+def prove(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["prove", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_prove_finds_nothing_in_odd_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.json"
+    params = [["i", [30], "int8"], ["z", [], "float32"], ["e", [0, 3], "float32"]]
+    model.write_text(json.dumps([*params, ["f\u00e4\n", [9], "bfloat16"]]))
+    code, out = prove(capsys, "--model", str(model), "--world-size", "12", "--runs", "4")
+    assert code == 0, out
+    assert out.splitlines()[-1] == "prove: OK world=12 runs=4 reports=0"
+    assert out.count("clean") == 4
+
+
+def test_prove_tells_only_of_schedules_that_ran(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.json"
+    model.write_text('[["w", [3, 4], "float32"]]')
+    arguments = ("--model", str(model), "--runs", "1", "--schedule", "pct", "--seed", "5")
+    code, out = prove(capsys, *arguments)
+    assert code == 0, out
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == ["pct"]
+
+
+def test_prove_finds_a_reader_that_is_not_waited_for_and_replays_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "_hold_back_writers", lambda self: self._readers.clear())
+    model = tmp_path / "model.json"
+    model.write_text('[["w", [30, 4], "float32"], ["b", [4], "float32"]]')
+    code, out = prove(capsys, "--model", str(model), "--bucket-bytes", "64", "--runs", "8")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("prove: FAILED world=2 runs=8 reports=")
+    (replay, *_) = [line for line in out.splitlines() if "replay: cupynccl-reduce" in line]
+    code, again = prove(capsys, *replay.split()[3:])
+    assert code == 1
+    assert again.splitlines()[2] in out.splitlines()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '[["w", 3]]', '[["w", [3], "floaty"]]', '[["w", [-1], "float32"]]', "[]"]
+)
+def test_prove_refuses_a_bad_model_file(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(text)
+    assert main(["prove", "--model", str(model)]) == 1
+    assert capsys.readouterr().err.startswith("cupynccl-reduce: error: ")

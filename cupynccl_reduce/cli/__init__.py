@@ -83,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument(
         "--bucket-bytes", type=_count, default=64 << 20, metavar="B", help="of the plan (64 MiB)"
     )
+    prove.add_argument("--seed", type=int, default=0, metavar="S", help="of the first run (0)")
+    prove.add_argument(
+        "--schedule", choices=("lazy", "eager", "random", "pct"), help="only this one (all)"
+    )
     prove.set_defaults(run=_prove)
     return parser
 
@@ -115,7 +119,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _prove(args: argparse.Namespace) -> int:
-    from .prove import run_prove
+    from .prove import SCHEDULES, run_prove
 
     return run_prove(
         model=args.model,
@@ -123,6 +127,8 @@ def _prove(args: argparse.Namespace) -> int:
         world_size=args.world_size,
         runs=args.runs,
         bucket_bytes=args.bucket_bytes,
+        seed=args.seed,
+        schedules=(args.schedule,) if args.schedule else SCHEDULES,
     )
 
 

@@ -56,6 +56,8 @@ def load_params(model: str, *, dtype: str) -> list[ParamSpec]:
         entries = json.loads(path.read_text(encoding="utf-8"))
         triples = [(name, tuple(shape), dtype) for name, shape, dtype in entries]
     except (ValueError, TypeError) as error:  # JSON's and unicode's errors are ValueErrors
-        msg = f"{model}: give a JSON list of [name, shape, dtype], such as ['w', [3, 4], 'float32']"
+        msg = (
+            f'{model}: give a JSON list of [name, shape, dtype], such as [["w", [3, 4], "float32"]]'
+        )
         raise LayoutError(msg) from error
     return [ParamSpec(*triple) for triple in triples]

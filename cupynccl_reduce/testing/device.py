@@ -88,7 +88,7 @@ class SimStream:
         The caller lets others run afterwards (`Scheduler.step`), where it may be interrupted.
         """
         detector, scheduler = self.scheduler.detector, self.scheduler
-        detector.follow(self.lane, scheduler.hosts[self.rank].lane)
+        detector.follow(self.lane, scheduler.host.lane)  # refuses a thread that is no rank
         detector.begin(what, self.lane)
         check_accesses(scheduler, what, reads, writes)
         scheduler.count_overlaps(self.rank, what)
@@ -135,7 +135,9 @@ class SimEvent:
         self._scheduler.pause()
         if self.marker is not None and self.marker.done:
             self._scheduler.detector.join(self._scheduler.host.lane, self.marker.clock)
-        return self.marker is None or self.marker.done
+        passed = self.marker is None or self.marker.done
+        self._scheduler.polls = 0 if passed else self._scheduler.polls + 1
+        return passed
 
     def record(self, stream: SimStream) -> None:
         """Mark the present end of `stream`."""

@@ -1,10 +1,13 @@
-"""Check what operations declare: bytes that they do not name neither change nor matter."""
+"""Bytes of arrays, and a check that those which operations do not declare do not matter."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from cupynccl_reduce.errors import LayoutError
 
 from .findings import DeclarationError
 
@@ -12,11 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cupynccl_reduce.detector import Operation
+    from cupynccl_reduce.protocols import Array
 
     from .device import Range
     from .scheduler import Scheduler
 
-__all__ = ["MemoryCheck"]
+__all__ = ["MemoryCheck", "range_of", "still"]
 
 
 class MemoryCheck:
@@ -79,3 +83,17 @@ def _mask(store: Any, ranges: tuple[Range, ...]) -> Any:
         if start < stop:
             mask[start:stop] = True
     return mask
+
+
+def range_of(array: Array) -> Range:
+    """Return the bytes of a contiguous array; raise LayoutError for another."""
+    if not array.flags.c_contiguous:
+        msg = f"an array of shape {array.shape} and strides {array.strides} is not contiguous"
+        raise LayoutError(msg)
+    return array.ctypes.data, array.nbytes
+
+
+def still(array: Array) -> Array:
+    """Return the same memory, keeping nothing alive."""
+    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from cupynccl_reduce.runtimes.host import HostPack, HostUnpack
 
 from .device import Range, SimEvent, SimStream, check_accesses, refuse
 from .findings import RaceError
+from .memory import range_of, still
 from .sites import operation
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .memory import MemoryCheck
     from .scheduler import Scheduler
 
-__all__ = ["Foreign", "Reading", "SimRuntime", "range_of", "still"]
+__all__ = ["Foreign", "Reading", "SimRuntime"]
 
 POISON = 0xFF  # as a float of any width: NaN
 
@@ -152,7 +152,7 @@ class SimRuntime:
             target[...] = values.astype(target.dtype).reshape(target.shape)
 
         what = operation("user's write of", "an array")
-        self._current.queue(what, run, writes=[range_of(array)])
+        self._current.queue(what, run, writes=[self._range(array)])
         self.scheduler.step()
 
     def consume(self, array: Array) -> Reading:
@@ -162,20 +162,22 @@ class SimRuntime:
         def run() -> None:
             reading.value = source.copy()
 
-        self._current.queue(operation("user's read of", "an array"), run, reads=[range_of(array)])
+        self._current.queue(
+            operation("user's read of", "an array"), run, reads=[self._range(array)]
+        )
         self.scheduler.step()
         return reading
 
     def peek(self, array: Array) -> Any:
         """Read `array` from the host now, as for pinned memory: nothing but a synchronize helps."""
         what = operation("host's read of", "an array")
-        self._access_from_host(what, reads=[range_of(array)])
+        self._access_from_host(what, reads=[self._range(array)])
         return still(array).copy()
 
     def poke(self, array: Array, values: Any) -> None:
         """Write `array` from the host now, as for pinned memory."""
         what = operation("host's write of", "an array")
-        self._access_from_host(what, writes=[range_of(array)])
+        self._access_from_host(what, writes=[self._range(array)])
         still(array)[...] = values
 
     def alive(self, label: str) -> int:
@@ -209,7 +211,7 @@ class SimRuntime:
 
         That is what a stream-ordered pool may do: hand it out again at that stream's present end.
         """
-        if not self.scheduler.running or not memory.block.nbytes:
+        if not self.scheduler.running or self.scheduler.broken or not memory.block.nbytes:
             return
         store = memory.store
 
@@ -223,6 +225,12 @@ class SimRuntime:
             # A finalizer cannot raise, so the rank ends at its next step.
             with suppress(RaceError):
                 refuse(self.scheduler, conflict)
+
+    def _range(self, array: Array) -> Range:
+        if array.size and not self._is_mine(array.ctypes.data):
+            msg = f"this array is no memory of rank {self.rank}'s device; make it with produce()"
+            raise GradientError(msg)
+        return range_of(array)
 
     def _is_mine(self, pointer: int) -> bool:
         block = self.scheduler.detector.find(pointer)
@@ -272,17 +280,6 @@ class SimUnpack:
             writes=spans,
         )
         stream.scheduler.step()
-
-
-def range_of(array: Array) -> Range:
-    """Return the bytes of a contiguous array."""
-    return array.ctypes.data, array.nbytes
-
-
-def still(array: Array) -> Array:
-    """Return the same memory, keeping nothing alive."""
-    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-    return np.frombuffer(memory, np.uint8).view(array.dtype).reshape(array.shape)
 
 
 def _label(matrix: Matrix) -> str:

@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cupynccl_reduce.detector import Detector, Operation
+from cupynccl_reduce.errors import ProtocolError
 
 from .findings import DeadlockError, tell_deadlock
 from .sites import Wait, call_site
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Cancelled", "Host", "Lane", "Schedule", "Scheduler"]
 
 Schedule = Literal["lazy", "eager", "random", "pct"]
+MAX_POLLS = 50
 PCT_STEPS = 400  # change points fall within so many steps
 STEP, SWITCH = 0.4, 0.05  # how often "random" runs device work, and other hosts, at a step
 
@@ -75,6 +77,8 @@ class Scheduler:
         self.overlaps = 0
         self._kinds: dict[tuple[int, bool], list[Operation]] = {}
         self.waits: list[Wait] = []
+        self.polls = 0  # queries in a row that answered "not done"
+        self.broken = False  # a world was given up: what its ranks drop then is no finding
         self.dropped_wait: int | None = None
         # Set by a check that wants to run every operation itself: (what, run, reads, writes) -> run
         self.wrap: Callable[..., Callable[[], None]] | None = None
@@ -90,7 +94,10 @@ class Scheduler:
     @property
     def host(self) -> Host:
         """The rank whose thread this is."""
-        host: Host = self._local.host
+        host: Host | None = getattr(self._local, "host", None)
+        if host is None:
+            msg = "a simulated rank is one thread: call the library from the function that it runs"
+            raise ProtocolError(msg)
         return host
 
     @property
@@ -236,9 +243,12 @@ class Scheduler:
             return streams[0]
         hosts = [h for h in self.hosts[host.rank :] + self.hosts[: host.rank] if h.ready()]
         if self._schedule in ("lazy", "eager"):
-            return (
-                hosts[0] if hosts else next((s for s in self.streams if s.work and s.ready()), None)
-            )
+            work = next((s for s in self.streams if s.work and s.ready()), None)
+            # "Not done" answered this often: a host that polls has to meet the end some time.
+            if work is not None and (not hosts or self.polls > MAX_POLLS):
+                self.polls = 0
+                return work
+            return hosts[0] if hosts else None
         ready = hosts + streams
         if not ready:
             return None

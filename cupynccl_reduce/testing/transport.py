@@ -11,7 +11,7 @@ from cupynccl_reduce.communicators.fold import fold
 from cupynccl_reduce.errors import CommunicationError, MismatchError
 
 from .findings import DeclarationError
-from .runtime import range_of, still
+from .memory import range_of, still
 from .sites import operation
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class SimCommunicator:
 
     def abort(self) -> None:
         """Free the hosts that wait in the side channel of this world."""
-        self._exchange.aborted = True
+        self._exchange.aborted = self._exchange.scheduler.broken = True
 
     def _check_in_place(self, kind: str, send: Array, recv: Array) -> None:
         """Raise unless the arrays are apart, or in place as NCCL has it: one is a row, or all."""
@@ -214,4 +214,4 @@ class SimControl:
 
     def abort(self) -> None:
         """Free the hosts that wait here."""
-        self._exchange.aborted = True
+        self._exchange.aborted = self._exchange.scheduler.broken = True

@@ -46,7 +46,8 @@ from cupynccl_reduce.policies import Arrival, Planned
 from cupynccl_reduce.registry import Registry
 from cupynccl_reduce.runtimes import host
 from cupynccl_reduce.testing.device import SimEvent, SimStream
-from cupynccl_reduce.testing.runtime import SimPack, SimRuntime, range_of
+from cupynccl_reduce.testing.memory import range_of
+from cupynccl_reduce.testing.runtime import SimPack, SimRuntime
 from cupynccl_reduce.testing.sites import operation
 from cupynccl_reduce.testing.transport import SimCommunicator
 
