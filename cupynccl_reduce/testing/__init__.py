@@ -15,8 +15,8 @@
 
     result = Simulation(world_size=2, seed=7, schedule="random").run(work)
 
-Arrays stand for device memory: read and write them through `consume`, `overwrite`, `peek` and `poke`,
-on the rank's own thread. Indexing one as the NumPy array that it also is goes unseen.
+Arrays stand for device memory: read and write them through `consume`, `overwrite`, `peek` and
+`poke`, on the rank's own thread. Indexing one as the NumPy array that it also is goes unseen.
 
 A missing wait, a buffer freed too early, ranks that disagree or wait for ever: each is an error
 that shows both operations, where they were asked for, the bytes, and the line that replays it.
