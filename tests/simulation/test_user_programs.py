@@ -95,3 +95,25 @@ def test_a_second_thread_of_a_rank_is_refused_in_words() -> None:
 
     (told,) = Simulation(1, schedule="random").run(work).values
     assert "one thread" in told[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_shard_that_is_dropped_after_gather_was_read_before(schedule: Any) -> None:
+    """Produced on one stream, gathered for another: the first must not reuse it at once."""
+
+    def work(world: World) -> Any:
+        runtime: Any = world.runtime
+        producer, caller = runtime.stream(), runtime.stream()
+        registry = cr.Registry([cr.ParamSpec("p", (8,), "float32")], world)
+        with runtime.use(producer):
+            shard = runtime.produce(np.full(4, world.rank + 1), "float32")
+            full = registry.gather({"p": shard}, stream=caller)
+            del shard
+        with runtime.use(caller):
+            reading = runtime.consume(full["p"])
+        for stream in (producer, caller):
+            stream.synchronize()
+        return reading
+
+    for reading in Simulation(2, seed=2, schedule=schedule).run(work).values:
+        assert reading.value.tolist() == [1.0] * 4 + [2.0] * 4

@@ -375,3 +375,23 @@ def test_made_by_attach() -> None:
 )
 def test_either_import_comes_first(code: str) -> None:  # K5
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_detach_inside_a_backward_is_refused_and_changes_nothing() -> None:
+    def rank(world: World) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        sharded = attach(model, world)
+        with sharded.reducer.backward(), pytest.raises(ProtocolError, match="inside backward"):
+            sharded.detach()
+        sharded.discard()
+        sharded.backward((model.weight * 3).sum())
+        full = sharded.registry.gather(sharded.reducer.wait())
+        sharded.detach()
+        return full["weight"].reshape(-1).tolist()
+
+    assert run(2, rank) == [[3.0, 3.0]] * 2
+
+
+def test_uses_many_is_a_list_of_names() -> None:
+    for error in refusals(2, lambda world: attach(nn.Linear(2, 2), world, uses_many="weight")):
+        assert "['weight']" in str(error)
