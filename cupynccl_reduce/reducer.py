@@ -89,8 +89,8 @@ class Reducer:
     def backward(self) -> Iterator[None]:
         """Return the context in which gradients are handed over; leaving it flushes.
 
-        Does not block the host (unless missing="error"). If an exception leaves it, what is not
-        launched yet goes out as NaN, so that no peer hangs, and every rank then calls `discard()`.
+        Does not block the host (unless missing="error" or policy="arrival"). If an exception leaves
+        it, what is not launched goes out as NaN: no peer hangs, and every rank calls `discard()`.
         (Where all was launched, peers hold a complete step.) Where NaN cannot help
         (policy="arrival", integers) the world is broken.
         """
@@ -103,7 +103,9 @@ class Reducer:
         self._end(None)
 
     def reduce_grad(self, name: str, grad: Any) -> None:
-        """Hand over this rank's full gradient of one parameter. Does not block the host.
+        """Hand over this rank's full gradient of one parameter.
+
+        Does not block the host, unless policy="arrival" launches a bucket (see `policy`).
 
         Any array with DLPack, of the registered shape and dtype, on this rank's device. It belongs
         to the library until it has been read: see `wait_packed`. A refused call changes nothing.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .protocols import Control
 
-__all__ = ["connect", "run_local"]
+__all__ = ["connect", "count_gpus", "run_local"]
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
         if runtime not in ("auto", "cuda", "host"):
             msg = f"runtime must be 'auto', 'cuda' or 'host', not {runtime!r}"
             raise LayoutError(msg)
-        gpus = 0 if runtime == "host" else _count_gpus()
+        gpus = 0 if runtime == "host" else count_gpus()
         if runtime == "cuda" or gpus:
             device = device_index(launcher, gpus, share_gpu=share_gpu)
             if share_gpu and launcher.world_size > 1:
@@ -244,7 +244,7 @@ def _check_places(control: Control, bus: str, *, share_gpu: bool) -> None:
             raise MismatchError(msg)
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
     """Return how many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES counts)."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

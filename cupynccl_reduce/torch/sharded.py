@@ -96,9 +96,9 @@ class Sharded:
     ) -> None:
         """Run `loss.backward()` and hand every gradient over as it comes; p.grad is dropped.
 
-        Collective, except inside `no_sync()`; the host is not blocked (unless missing="error").
-        Gradients that earlier `no_sync()` backwards left in p.grad go along, those of parameters
-        that this backward does not touch too.
+        Collective, except inside `no_sync()`; the host is not blocked (unless missing="error" or
+        policy="arrival"). Gradients that earlier `no_sync()` backwards left in p.grad go along,
+        those of parameters that this backward does not touch too.
 
         Raises:
             ProtocolError: a parameter requires grad now and did not in attach(), before anything
@@ -147,11 +147,11 @@ class Sharded:
         """Step `optimizer` on the reduced shards, and gather them into the model's parameters.
 
         Collective: every rank's optimizer holds the same parameters' shards, all or some of them.
-        Does not block the host on cuda (the first step compares names, and does); everything is
-        ordered on torch's current stream. Each shard's grad is a view of the registry's memory,
-        valid until the next backward; of a parameter that no longer requires grad it is None, of
-        an unused one zero. Parameters are written in place: load no checkpoint into the model
-        between attach() and step(), the shards would overwrite it.
+        Blocks the host until every rank is here, to compare names, but on cuda not for the result;
+        everything is ordered on torch's current stream. Each shard's grad is a view of the
+        registry's memory, valid until the next backward; of a parameter that no longer requires
+        grad it is None, of an unused one zero. Parameters are written in place: load no checkpoint
+        into the model between attach() and step(), the shards would overwrite it.
 
         Raises:
             LayoutError: the optimizer holds one of the model's own parameters, or no shard.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cupynccl_reduce.runtimes.host import HostRuntime
-from cupynccl_reduce.world import _count_gpus
+from cupynccl_reduce.world import count_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "host":
         made: Any = HostRuntime()
     else:
-        if not _count_gpus():
+        if not count_gpus():
             pytest.skip("no NVIDIA device is visible")
         from cupynccl_reduce.runtimes.cuda import CudaRuntime
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from cupynccl_reduce.world import count_gpus
+
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def count_gpus() -> int:
-    """Return how many GPUs the driver shows this process."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0  # no driver, so no GPU
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
 
 
 class WithoutGpu(pytest.Module):
