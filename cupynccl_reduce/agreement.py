@@ -24,23 +24,20 @@ def agree(
 ) -> None:
     """Collective, blocks the host: raise MismatchError on all ranks unless all entries are equal.
 
-    Digests travel first; the entries themselves only when those differ, so that every rank can
-    name the first differing one with the values of all ranks. A rank that has `refused` its own
-    input takes part all the same, because its peers must not hang: they learn why, and it raises
-    its own error.
+    Only digests travel, and of entries that differ the first: every rank names it with the values
+    of all ranks. A rank that has `refused` its own input takes part all the same, because its peers
+    must not hang: they learn why, and it raises its own error.
     """
     if refused is not None:
         entries = [f"refused: {refused}"]
-    everyone = _exchange(control, "\n".join(entries).encode())
+    index = _first_difference(control, entries)
+    if index is not None:
+        mine = entries[index] if index < len(entries) else "(nothing)"
+        values = [value.decode() for value in control.all_gather(mine.encode())]
     if refused is not None:
         raise refused
-    if everyone is None:
+    if index is None:
         return
-    absent = "(nothing)"
-    for index in range(max(map(len, everyone))):
-        values = [lines[index] if index < len(lines) else absent for lines in everyone]
-        if len(set(values)) > 1:
-            break
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(value, []).append(rank)
@@ -64,12 +61,24 @@ def gather_complaints(control: Control, mine: str) -> str:
     return "; ".join(f"rank {rank}: {payload.decode()}" for rank, payload in everyone if payload)
 
 
-def _exchange(control: Control, text: bytes) -> list[list[str]] | None:
-    """Return every rank's lines, or None where all are equal."""
-    digests = control.all_gather(hashlib.blake2b(text, digest_size=16).digest())
-    if len(set(digests)) == 1:
+def _first_difference(control: Control, entries: Sequence[str]) -> int | None:
+    """Return the index of the first entry that differs between ranks, or None."""
+    if _alike(control, entries):
         return None
-    return [payload.decode().split("\n") for payload in control.all_gather(text)]
+    counts = control.all_gather(len(entries).to_bytes(8, "big"))
+    low, high = 0, max(int.from_bytes(count, "big") for count in counts)
+    while high - low > 1:  # entries[:low] are alike, entries[:high] are not
+        middle = (low + high) // 2
+        if _alike(control, entries[low:middle]):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _alike(control: Control, entries: Sequence[str]) -> bool:
+    text = "".join(f"{entry}\n" for entry in entries).encode()
+    return len(set(control.all_gather(hashlib.blake2b(text, digest_size=16).digest()))) == 1
 
 
 def _ranks(ranks: Sequence[int]) -> str:

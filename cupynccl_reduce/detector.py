@@ -53,6 +53,7 @@ class Block:
     label: str
     intervals: list[_Interval] = field(default_factory=list)
     freed: Operation | None = None
+    names: dict[tuple[int, int], str] = field(default_factory=dict)  # bytes -> what they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,13 @@ class Detector:
         if at >= 0 and self._blocks[at] is block:
             del self._bases[at], self._blocks[at]
 
+    def name(self, address: int, nbytes: int, text: str) -> None:
+        """Say what bytes are, such as a parameter's gradient: a race on them tells it."""
+        block = self.find(address) if nbytes else None
+        if block is not None:
+            start = address - block.base
+            block.names[start, start + nbytes] = text
+
     def find(self, address: int) -> Block | None:
         """Return the block that holds `address`."""
         at = bisect_right(self._bases, address) - 1
@@ -174,14 +182,21 @@ class Detector:
 
     def tell(self, conflict: Conflict) -> str:
         """Return the text of a race: both operations, both call sites and the bytes."""
-        lines = [f"race on bytes {conflict.start} to {conflict.stop} of {conflict.block.label}"]
+        block = conflict.block
+        names = [
+            name
+            for (start, stop), name in block.names.items()
+            if start < conflict.stop and conflict.start < stop
+        ]
+        named = f": {', '.join(names)}" if names else ""
+        lines = [f"race on bytes {conflict.start} to {conflict.stop} of {block.label}{named}"]
         for when, what, writes in (
             ("earlier", conflict.earlier, conflict.earlier_writes),
             ("later  ", conflict.later, conflict.later_writes),
         ):
             told = f"{what.kind} {what.label} on {self.lanes[what.lane]}, at {what.site}"
             lines.append(f"  {when} {'write' if writes else 'read '}: {told}")
-        if conflict.block.freed is conflict.earlier:
+        if block.freed is conflict.earlier:
             lines.append("  memory that was given back is nobody's, whatever the order")
         else:
             earlier, later = self.lanes[conflict.earlier.lane], self.lanes[conflict.later.lane]

@@ -19,7 +19,7 @@ from .view import View
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["View", "read"]
+__all__ = ["View", "is_tensor", "read"]
 
 VERSION = (1, 0)  # the newest DLPack version whose meaning is known here
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
@@ -93,7 +93,7 @@ _readers: dict[type, Callable[[Any, int | None], View]] = {}  # grows with types
 
 def _learn(kind: type) -> Callable[[Any, int | None], View]:
     """Choose how to read objects of type `kind`, and remember it."""
-    autograd = hasattr(kind, "requires_grad") and hasattr(kind, "resolve_neg")  # torch's tensors
+    autograd = is_tensor(kind)
     functions = _exchange_functions(kind)
     if functions:
         reader = _exchange_reader(*functions, autograd=autograd)
@@ -101,6 +101,11 @@ def _learn(kind: type) -> Callable[[Any, int | None], View]:
         reader = _read_resolved if autograd else _read_capsule
     _readers[kind] = reader
     return reader
+
+
+def is_tensor(kind: type) -> bool:
+    """Return whether objects of type `kind` are torch's tensors: with a graph and a neg bit."""
+    return hasattr(kind, "requires_grad") and hasattr(kind, "resolve_neg")
 
 
 def _exchange_functions(kind: type) -> tuple[int, int] | None:

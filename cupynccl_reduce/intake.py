@@ -18,11 +18,17 @@ __all__ = ["Intake"]
 class Intake:
     """Holds, by name, the sources that the next pack of each parameter reads."""
 
-    def __init__(self, params: Iterable[ParamSpec], read: Callable[[Any], View]) -> None:
+    def __init__(
+        self,
+        params: Iterable[ParamSpec],
+        reader: Callable[[tuple[int, ...], str], Callable[[Any], View]],
+    ) -> None:
         self._specs = {spec.name: spec for spec in params}
-        self._read = read
-        self._held: dict[str, list[View]] = {}
-        self.count = 0  # gradients ever held
+        kinds = {(spec.shape, spec.dtype) for spec in self._specs.values()}
+        readers = {kind: reader(*kind) for kind in kinds}
+        self._readers = {n: readers[s.shape, s.dtype] for n, s in self._specs.items()}
+        self._held: dict[str, list[View]] = {name: [] for name in self._specs}
+        self._taken = 0
 
     def check_name(self, name: str) -> None:
         """Raise GradientError for a name that is not registered."""
@@ -38,36 +44,48 @@ class Intake:
             )
             raise GradientError(msg)
 
-    def check(self, name: str, grad: Any) -> View:
-        """Return the view of a gradient that may be handed over; hold nothing yet."""
-        view = self._read(grad)
-        spec = self._specs[name]
-        if view.shape != spec.shape or view.dtype != spec.dtype:
-            msg = f"the gradient is {view.dtype} {view.shape}; hand over what is registered"
-            raise GradientError(msg)
-        return view
+    def reader(self, name: str) -> Callable[[Any], View]:
+        """Return what checks and describes a gradient of `name`; see protocols.Runtime.reader."""
+        try:
+            return self._readers[name]
+        except (KeyError, TypeError):  # the latter for what cannot be a name at all
+            self.check_name(name)
+            raise
 
     def hold(self, name: str, view: View) -> None:
         """Keep one checked gradient until `take`; its memory must not go away before that."""
-        self._held.setdefault(name, []).append(view)
-        self.count += 1
+        self._held[name].append(view)
 
     def held(self, layout: BucketLayout) -> list[Sequence[View]]:
         """Return the sources of each segment; none where nothing arrived."""
-        return [self._held.get(name, ()) for name in layout.names]
+        return [self._held[name] for name in layout.names]
 
     def take(self, layout: BucketLayout) -> list[Sequence[View]]:
         """Return the sources of each segment, which the caller holds from now on."""
-        return [self._held.pop(name, ()) for name in layout.names]
+        groups: list[Sequence[View]] = []
+        for name in layout.names:
+            group = self._held[name]
+            if group:
+                self._held[name] = []
+                self._taken += len(group)
+            groups.append(group or ())  # an empty one stays here, and fills in the next backward
+        return groups
 
     def clear(self) -> None:
         """Drop everything held."""
-        self._held.clear()
+        for name in self.names:
+            self._taken += len(self._held[name])
+            self._held[name] = []
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters of which something is held."""
-        return tuple(self._held)
+        return tuple(name for name, group in self._held.items() if group)
+
+    @property
+    def count(self) -> int:
+        """Gradients ever held."""
+        return self._taken + sum(map(len, self._held.values()))
 
     def describe(self, name: str) -> str:
         """Return how an error names a parameter: with dtype and shape where registered."""

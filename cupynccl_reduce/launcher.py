@@ -54,6 +54,11 @@ class Launcher:
         _check_position("rank", self.rank, "world_size", self.world_size)
         _check_position("local_rank", self.local_rank, "local_size", self.local_size)
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """`(rank, world_size, local_rank)`."""
+        return self.rank, self.world_size, self.local_rank
+
 
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """Return the innermost launcher that `environ` (such as `os.environ`) tells of."""

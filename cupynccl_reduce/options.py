@@ -80,6 +80,18 @@ class Options:
         """What the reduce-scatter does."""
         return "sum" if self.op == "sum" or self.pre_divide else "avg"
 
+    @property
+    def direct_op(self) -> Op:
+        """What the reduce-scatter of a gradient does that is sent from where it lies, undivided."""
+        return "sum" if self.op == "sum" else "avg"
+
+    def allows_direct(self, world_size: int) -> bool:
+        """Whether such a gradient gives the bits that packing it would: dividing then is exact.
+
+        (Not below the smallest normal number, where packing a 16-bit one may round twice.)
+        """
+        return self.op == "sum" or world_size & (world_size - 1) == 0
+
     def check_params(self, registry: Registry) -> None:
         """Raise LayoutError for parameters that these options cannot reduce."""
         for spec in registry.params:
@@ -100,6 +112,7 @@ class Options:
                 straight=straight,
                 world_size=world_size,
                 max_buffers=self.max_buffers,
+                direct=self.allows_direct(world_size),
             )
         return Arrival(
             registry.buckets,

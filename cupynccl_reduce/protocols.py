@@ -99,12 +99,18 @@ class Runtime(Protocol):
     def view(self, array: Array, offset: int, numel: int, dtype: str) -> Array:
         """Return `numel` elements of `dtype` that start at byte `offset` of `array`; no copy."""
 
+    def array(self, view: View) -> Array:
+        """Return the memory of a contiguous view as a flat array; no copy, and nothing kept."""
+
     def read(self, source: Any, stream: Any) -> View:
         """Describe any array of this device without copying it; raise GradientTypeError if unable.
 
         `view.stream` is the stream that produced it, or None where the producer itself made
         `stream` wait.
         """
+
+    def reader(self, shape: tuple[int, ...], dtype: str, stream: Any) -> Callable[[Any], View]:
+        """Return `read` for the gradients of one parameter; GradientError for other arrays."""
 
     def stream(self) -> Any:
         """Return a new stream that synchronises with no other."""
@@ -114,6 +120,9 @@ class Runtime(Protocol):
 
     def adopt(self, stream: Any) -> Any:
         """Return the Stream for a caller's stream object; None is the caller's current stream."""
+
+    def capturing(self, stream: Any) -> bool:
+        """Whether what is queued on `stream` becomes part of a CUDA graph and does not run."""
 
     def pack_kernel(
         self, matrix: Matrix, source_dtype: str, dtype: str, *, divisor: int = 1
@@ -136,11 +145,15 @@ class Communicator(Protocol):
 
     rank: int
     world_size: int
+    # From so many bytes on, a gradient is sent from where it lies instead of being packed; 0 is
+    # never. A constant of the transport, alike on all ranks; read when a registry is built.
+    direct_bytes: int
 
     def reduce_scatter(self, send: Array, recv: Array, dtype: str, op: Op, stream: Any) -> None:
         """Queue: `recv` becomes row `rank` of the sum over ranks of `send` (world_size rows).
 
-        `recv` may be that row of `send` itself. "avg" divides the sum by world_size.
+        `recv` may be that row of `send` itself. "avg" divides by world_size: before the sum where
+        that is a power of two.
         """
 
     def all_gather(self, send: Array, recv: Array, dtype: str, stream: Any) -> None:
@@ -206,23 +219,6 @@ class World:
     copy_stream: Any
     status: Status = field(default_factory=Status)
 
-    @classmethod
-    def of(  # noqa: PLR0917  # the order of the fields
-        cls,
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        runtime: Runtime,
-        communicator: Communicator,
-        control: Control,
-    ) -> World:
-        """Join the parts, with new streams of `runtime`."""
-        stream = runtime.stream()
-        copy_stream = runtime.stream() if world_size > 1 else stream
-        return cls(
-            rank, world_size, local_rank, runtime, communicator, control, stream, copy_stream
-        )
-
     @property
     def usable(self) -> bool:
         """Whether this world is neither closed nor broken."""
@@ -232,7 +228,7 @@ class World:
         """Raise if this world is closed or broken; the first cause is chained."""
         if self.status.fault is not None:
             msg = (
-                f"rank {self.rank}: this world is broken ({self.status.fault}); "
+                f"rank {self.rank}: this world is broken ({_tell(self.status.fault)}); "
                 "leave it and connect again"
             )
             raise CommunicationError(msg) from self.status.fault
@@ -254,7 +250,7 @@ class World:
             self.control.abort()
         if isinstance(fault, MismatchError) or not isinstance(fault, Exception):
             return fault  # says all by itself; KeyboardInterrupt keeps its meaning
-        return CommunicationError(f"rank {self.rank}: the world is broken: {fault}")
+        return CommunicationError(f"rank {self.rank}: the world is broken: {_tell(fault)}")
 
     def guard(self, action: Callable[..., T], *args: Any) -> T:
         """Do what queues work or waits for ranks; if it fails, break the world and say why."""
@@ -297,3 +293,8 @@ class World:
     def __repr__(self) -> str:
         state = "BROKEN" if self.status.fault else "CLOSED" if self.status.closed else "OPEN"
         return f"<World {self.runtime.kind} rank {self.rank} of {self.world_size} {state}>"
+
+
+def _tell(fault: BaseException) -> str:
+    """Return what an exception says, or what it is: Ctrl-C says nothing."""
+    return str(fault) or type(fault).__name__

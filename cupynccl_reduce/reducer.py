@@ -70,7 +70,7 @@ class Reducer:
             missing=missing,
             memory=memory,
         )
-        self._registry, self._world = registry, world
+        self._registry, self._world, self._status = registry, world, world.status
         self._missing = missing
         self._policy = options.build_policy(registry)
         self._pipeline = Pipeline(registry, self._policy, options)
@@ -79,10 +79,9 @@ class Reducer:
         in_order = policy == "arrival" and world.world_size > 1
         self._compare = partial(agree_on_launch, world.control) if in_order else None
         self._can_fill = policy == "planned" and all(s.is_float for s in registry.params)
-        self._intake = Intake(registry.params, self._pipeline.read)
+        self._intake = Intake(registry.params, self._pipeline.reader)
         self._cycle = Cycle(f"rank {world.rank} of {world.world_size}")
-        # Hooks may run on any thread, and a launch must be queued whole.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # hooks run on any thread, and a launch is queued whole
         registry.claim(self)
 
     @contextmanager
@@ -116,13 +115,15 @@ class Reducer:
         """
         with self._lock:
             try:
-                self._check_open(name)
-                view = self._intake.check(name, grad)
+                if not self._cycle.open or self._status.fault is not None:
+                    self._check_open(name)
+                view = self._intake.reader(name)(grad)
                 complete = self._policy.arrive(name)
             except ReduceError as error:
                 raise self._told(error, name) from error.__cause__
             self._intake.hold(name, view)
-            self._launch_due(complete)
+            if complete is not None:
+                self._launch_due(complete)
 
     def skip_grad(self, name: str) -> None:
         """Say that no gradient of `name` will come in this backward: it counts as zero.
@@ -136,7 +137,8 @@ class Reducer:
                 complete = self._policy.skip(name)
             except ReduceError as error:
                 raise self._told(error, name) from error.__cause__
-            self._launch_due(complete)
+            if complete is not None:
+                self._launch_due(complete)
 
     def flush(self) -> None:
         """Launch what is not yet launched in the open backward, if anything; absent ones are zero.
@@ -224,9 +226,8 @@ class Reducer:
         self.close()
 
     def __repr__(self) -> str:
-        return (
-            f"<Reducer step {self._cycle.step} {self._cycle.name}, {self._intake.count} gradients>"
-        )
+        step, state = self._cycle.step, self._cycle.name
+        return f"<Reducer step {step} {state}, {self._intake.count} gradients>"
 
     def _begin(self) -> None:
         with self._lock:
@@ -276,9 +277,7 @@ class Reducer:
         if error is None and absent:
             raise told
 
-    def _launch_due(self, complete: BucketLayout | None) -> None:
-        if complete is None:
-            return
+    def _launch_due(self, complete: BucketLayout) -> None:
         self._pipeline.mark(complete, self._intake.held(complete))
         self._run(self._policy.due())
 

@@ -67,7 +67,7 @@ class Registry(Mapping[str, Placement]):
         # where that is another reducer.
         self.readers: dict[Any, Any] = {}
         self._prepare(params, {} if shards is None else shards)
-        self._gather = ShardGather(world, self.buckets, {s.name: s for s in self.params})
+        self._gather = ShardGather(world, self.buckets, self._specs)
 
     def _prepare(self, params: Sequence[ParamSpec], brought: Mapping[str, Any]) -> None:
         world = self.world
@@ -75,12 +75,18 @@ class Registry(Mapping[str, Placement]):
         try:
             self.params = _listed(params, brought)
             self.buckets = plan_buckets(
-                self.params, world_size=world.world_size, bucket_bytes=self.bucket_bytes
+                self.params,
+                world_size=world.world_size,
+                bucket_bytes=self.bucket_bytes,
+                direct_bytes=world.communicator.direct_bytes,
             )
-            self._placements = self._place()
+            self._specs = {spec.name: spec for spec in self.params}
+            self._segments = {s.name: s for b in self.buckets for s in b.matrix.segments}
+            self._bucket = {s.name: b.index for b in self.buckets for s in b.matrix.segments}
             views = {name: self._check_brought(name, array) for name, array in brought.items()}
             check_apart("shards", views)
-            entries = [f"bucket_bytes={self.bucket_bytes}", *map(repr, self.params)]
+            direct = f"direct_bytes={world.communicator.direct_bytes}"
+            entries = [f"bucket_bytes={self.bucket_bytes}", direct, *map(repr, self.params)]
         except ReduceError as error:
             refused, entries = error, []
         agree(world.control, "the registry", entries, refused=refused)
@@ -98,19 +104,8 @@ class Registry(Mapping[str, Placement]):
             {name: brought[name] if name in brought else self._shard(name) for name in self}
         )
 
-    def _place(self) -> dict[str, Placement]:
-        specs = {spec.name: spec for spec in self.params}
-        placed = {
-            segment.name: Placement(
-                specs[segment.name], bucket.index, segment, *segment.interval(self.world.rank)
-            )
-            for bucket in self.buckets
-            for segment in bucket.matrix.segments
-        }
-        return {spec.name: placed[spec.name] for spec in self.params}
-
     def _check_brought(self, name: str, array: Any) -> View:
-        if name not in self._placements:
+        if name not in self._specs:
             msg = f"shards: no parameter {name!r} among those given"
             raise LayoutError(msg)
         try:
@@ -118,17 +113,17 @@ class Registry(Mapping[str, Placement]):
         except ReduceError as error:
             msg = f"shards: {name!r}: {error}"
             raise LayoutError(msg) from error
-        place = self._placements[name]
+        place = self[name]
         shape = (place.stop - place.start,)
         what = f"shards: {name!r} of rank {self.world.rank}"
         check_writable(what, view, shape, place.spec.shard_dtype)
         return view
 
     def _shard(self, name: str) -> Array:
-        place = self._placements[name]
-        layout, dtype = self.buckets[place.bucket], place.spec.shard_dtype
-        offset = layout.shard_offset + place.segment.column * DTYPES[dtype].itemsize
-        return self.world.runtime.view(self._arena, offset, place.stop - place.start, dtype)
+        bucket, segment = self.buckets[self._bucket[name]], self._segments[name]
+        start, stop = segment.interval(self.world.rank)
+        offset = bucket.shard_offset + segment.column * DTYPES[bucket.shard_dtype].itemsize
+        return self.world.runtime.view(self._arena, offset, stop - start, bucket.shard_dtype)
 
     def owns(self, layout: BucketLayout) -> bool:
         """Return whether all shards of `layout` lie in this registry's arena."""
@@ -205,16 +200,17 @@ class Registry(Mapping[str, Placement]):
             self._reducer = None
 
     def __getitem__(self, name: str) -> Placement:
-        return self._placements[name]
+        spec, segment = self._specs[name], self._segments[name]
+        return Placement(spec, self._bucket[name], segment, *segment.interval(self.world.rank))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._placements)
+        return iter(self._specs)
 
     def __reversed__(self) -> Iterator[str]:
-        return reversed(self._placements)
+        return reversed(self._specs)
 
     def __len__(self) -> int:
-        return len(self._placements)
+        return len(self._specs)
 
     def __repr__(self) -> str:
         return (

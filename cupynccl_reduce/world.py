@@ -85,7 +85,7 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
         communicator = nccl.NcclCommunicator(launcher.world_size, token, launcher.rank, device)
         if any(name in os.environ for name in ("CUPYNCCL_SANITIZE", "CUPYNCCL_DELAY_SEED")):
             return _join_sanitized(launcher, device, communicator, control)
-        return _join(launcher, cuda.CudaRuntime(device), communicator, control)
+        return _join(launcher.place, cuda.CudaRuntime(device), communicator, control)
     return _connect_host(launcher, control)
 
 
@@ -104,37 +104,37 @@ def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
     data, side = Meeting(world_size), Meeting(world_size)
     results: list[Any] = [None] * world_size
     failures: list[BaseException] = []
+    ended = [threading.Event() for _ in range(world_size)]
 
     def run(rank: int) -> None:
         try:
-            with World.of(
-                rank,
-                world_size,
-                rank,
-                HostRuntime(),
-                LocalCommunicator(data, rank),
-                LocalControl(side, rank),
-            ) as world:
+            place = rank, world_size, rank
+            communicator, control = LocalCommunicator(data, rank), LocalControl(side, rank)
+            with _join(place, HostRuntime(), communicator, control) as world:
                 results[rank] = function(world)
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             error.add_note(f"on rank {rank} of {world_size} (run_local)")
             failures.append(error)
+        finally:
+            ended[rank].set()
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
         for rank in range(world_size)
     ]
-    for thread in threads:
-        thread.start()
     try:
         for thread in threads:
-            thread.join()
+            thread.start()
+        for event in ended:
+            event.wait()  # a join that Ctrl-C interrupts takes the thread for ended (CPython 3.11)
     except BaseException:  # Ctrl-C: no rank may go on behind the caller's back
         data.abort()
         side.abort()
-        for thread in threads:
-            thread.join()
         raise
+    finally:
+        for thread in threads:
+            if thread.ident is not None:  # else it was not started yet
+                thread.join()
     if failures:
         # Whoever was freed by another's failure is a consequence, not the cause.
         causes = [e for e in failures if not isinstance(e, CommunicationError)]
@@ -176,18 +176,14 @@ def _connect_host(launcher: Launcher, control: Control) -> World:
         from .communicators.mpi import MpiCommunicator
 
         communicator = MpiCommunicator(MPI.COMM_WORLD)
-    return _join(launcher, HostRuntime(), communicator, control)
+    return _join(launcher.place, HostRuntime(), communicator, control)
 
 
-def _join(launcher: Launcher, runtime: Any, communicator: Any, control: Control) -> World:
-    return World.of(
-        launcher.rank,
-        launcher.world_size,
-        launcher.local_rank,
-        runtime,
-        communicator,
-        control,
-    )
+def _join(place: tuple[int, int, int], runtime: Any, communicator: Any, control: Control) -> World:
+    """Join the parts of a world at `place` (rank, world_size, local_rank), with new streams."""
+    stream = runtime.stream()
+    copy_stream = runtime.stream() if place[1] > 1 else stream
+    return World(*place, runtime, communicator, control, stream, copy_stream)
 
 
 def _join_sanitized(launcher: Launcher, device: int, communicator: Any, control: Control) -> World:
@@ -199,7 +195,7 @@ def _join_sanitized(launcher: Launcher, device: int, communicator: Any, control:
         msg = "CUPYNCCL_SANITIZE must be 1 and CUPYNCCL_DELAY_SEED an integer >= 0, or neither set"
         raise LayoutError(msg)
     runtime = SanitizedRuntime(device, delay_seed=None if text is None else int(text))
-    return _join(launcher, runtime, SanitizedCommunicator(communicator, runtime), control)
+    return _join(launcher.place, runtime, SanitizedCommunicator(communicator, runtime), control)
 
 
 def _claim_hosts(rank: int) -> None:

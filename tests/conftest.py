@@ -49,8 +49,19 @@ def limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker: pytest is strict."""
+    """Name the markers: pytest is strict. Give out exact memory, where memcheck watches."""
     config.addinivalue_line("markers", "limit(seconds): when a test counts as hanging")
+    config.addinivalue_line("markers", "pool: counts what CuPy's own pool does")
+    if "TEST_EXACT_MEMORY" in os.environ:
+        import cupy
+
+        class ExactPool(cupy.cuda.MemoryPool):
+            """A pool that rounds no size up and keeps no block: its neighbours are not ours."""
+
+            def malloc(self, nbytes: int) -> Any:
+                return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+
+        cupy.cuda.MemoryPool = ExactPool
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupynccl_reduce.errors import MismatchError
 
-from .fold import fold
+from .fold import DIRECT_ROW_BYTES, fold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ class LocalCommunicator:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
         self.world_size = meeting.world_size
+        self.direct_bytes = DIRECT_ROW_BYTES * self.world_size
         self._meeting = meeting
 
     def reduce_scatter(self, send: Array, recv: Array, dtype: str, op: Op, stream: Any) -> None:

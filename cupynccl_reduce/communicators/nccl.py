@@ -56,12 +56,22 @@ class NcclCommunicator:
         unique_id: the same on all ranks; not looked at when world_size is 1.
         rank: this process's position.
         device: index of this rank's GPU.
+        direct_bytes: see protocols.Communicator.
 
     Collective: every rank must construct it; NCCL waits until all have come.
     """
 
-    def __init__(self, world_size: int, unique_id: bytes, rank: int, device: int) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        unique_id: bytes,
+        rank: int,
+        device: int,
+        *,
+        direct_bytes: int = 0,
+    ) -> None:
         self.rank = rank
+        self.direct_bytes = direct_bytes
         self.world_size = world_size
         self._device = cupy.cuda.Device(device)
         self._lock = threading.Lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from cupynccl_reduce.dtypes import DTYPES
@@ -76,6 +76,8 @@ class BucketLayout:
     """Parameters whose gradients travel in one collective, and where they lie.
 
     `shard_offset` is the first byte, in the rank's shard arena, of the row it receives.
+    The last `direct` segments are large gradients without padding: their columns, by themselves,
+    are a matrix that lies as the gradient does, so a collective may send the gradient itself.
     """
 
     index: int
@@ -85,11 +87,11 @@ class BucketLayout:
     uses: Literal["once", "many"]
     matrix: Matrix
     shard_offset: int
+    direct: int = 0
+    names: tuple[str, ...] = field(init=False)  # the parameters, in column order
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters, in column order."""
-        return tuple(segment.name for segment in self.matrix.segments)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(s.name for s in self.matrix.segments))
 
     @property
     def gradient_bytes(self) -> int:
@@ -108,14 +110,27 @@ class BucketLayout:
 
     def split(self) -> tuple[BucketLayout, ...]:
         """Return one layout per parameter, over the same shard memory (policy "arrival")."""
+        return self._split(self.matrix.segments)
+
+    def split_direct(self) -> tuple[tuple[BucketLayout, ...], tuple[BucketLayout, ...]]:
+        """Return one layout of all packed segments (or none), and one of each direct segment."""
+        end = len(self.matrix.segments) - self.direct
+        packed, direct = self.matrix.segments[:end], self.matrix.segments[end:]
+        columns = sum(segment.columns for segment in packed)
+        matrix = replace(self.matrix, columns=columns, segments=packed)
+        rest = (replace(self, matrix=matrix, direct=0),) if columns else ()
+        return rest, self._split(direct)
+
+    def _split(self, segments: Iterable[Segment]) -> tuple[BucketLayout, ...]:
         itemsize = DTYPES[self.shard_dtype].itemsize
         return tuple(
             replace(
                 self,
                 matrix=replace(self.matrix, columns=s.columns, segments=(replace(s, column=0),)),
                 shard_offset=self.shard_offset + s.column * itemsize,
+                direct=0,
             )
-            for s in self.matrix.segments
+            for s in segments
         )
 
 
@@ -124,13 +139,16 @@ class Part:
     """One matrix of a launch: where it lies in the send buffer and what becomes of its row.
 
     `straight`: the row is received into the shards themselves. Otherwise it is received in place
-    (row `rank` of the matrix) and unpacked: cast, and added where `accumulate`.
+    (row `rank` of the matrix), or at byte `row` of the buffer, and unpacked: cast, and added where
+    `accumulate`. `direct`: a gradient that lies as the matrix does is sent from there, not packed.
     """
 
     layout: BucketLayout
     offset: int
     straight: bool
     accumulate: bool
+    row: int | None = None
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ ARENA_ALIGN_BYTES = 256  # what CUDA allocations are aligned to
 
 
 def plan_buckets(
-    params: Sequence[ParamSpec], *, world_size: int, bucket_bytes: int
+    params: Sequence[ParamSpec], *, world_size: int, bucket_bytes: int, direct_bytes: int = 0
 ) -> tuple[BucketLayout, ...]:
     """Cut parameters into buckets: the same cut on every rank, and for every arrival order.
 
@@ -30,34 +30,33 @@ def plan_buckets(
     `bucket_bytes` of gradients, so a larger parameter has a bucket of its own. Buckets are indexed
     in the order in which their last gradient is expected; those with `uses="many"` come last.
 
+    With `direct_bytes` (0 is never), gradients of at least so many bytes that need no padding, no
+    cast and no sum lie at a bucket's end: they may be sent from where they are.
+
     Raises:
-        LayoutError: no parameters, a repeated name, world_size < 1 or bucket_bytes < 1.
+        LayoutError: no parameters, a repeated name, world_size < 1, bucket_bytes < 1 or
+            direct_bytes < 0.
     """
-    _check_plan(params, world_size, bucket_bytes)
-    open_members: dict[tuple[str, ...], list[int]] = {}
-    fill: dict[tuple[str, ...], int] = {}
-    closed: list[tuple[bool, int, list[int]]] = []
+    _check_plan(params, world_size, bucket_bytes, direct_bytes)
+    filling: dict[tuple[str, ...], list[int]] = {}
+    filled: dict[tuple[str, ...], int] = {}
+    cut: list[list[int]] = []
     for index in reversed(range(len(params))):
         spec = params[index]
+        nbytes = spec.nbytes
         key = (spec.dtype, spec.reduce_dtype, spec.shard_dtype, spec.uses)
-        members = open_members.get(key, [])
-        if members and fill[key] + spec.nbytes > bucket_bytes:
-            closed.append((spec.uses == "many", -members[-1], members))
-            members = []
-        if not members:
-            open_members[key] = members
-            fill[key] = 0
-        members.append(index)
-        fill[key] += spec.nbytes
-    closed.extend(
-        (params[members[0]].uses == "many", -members[-1], members)
-        for members in open_members.values()
-    )
-    closed.sort(key=lambda bucket: bucket[:2])
+        if key not in filling or filled[key] + nbytes > bucket_bytes:
+            filling[key] = []
+            filled[key] = 0
+            cut.append(filling[key])
+        filling[key].append(index)
+        filled[key] += nbytes
+    cut.sort(key=lambda members: (params[members[0]].uses == "many", -members[-1]))
     buckets = []
     shard_offset = 0
-    for index, (_, _, members) in enumerate(closed):
-        bucket = _lay_out(index, [params[m] for m in members], world_size, shard_offset)
+    for index, members in enumerate(cut):
+        specs = [params[m] for m in members]
+        bucket = _lay_out(index, specs, world_size, shard_offset, direct_bytes)
         buckets.append(bucket)
         shard_offset += -(-bucket.shard_bytes // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
     return tuple(buckets)
@@ -92,26 +91,44 @@ def send_bound(layouts: Sequence[BucketLayout], bucket_bytes: int) -> int:
 
 
 def _lay_out(
-    index: int, specs: Sequence[ParamSpec], world_size: int, shard_offset: int
+    index: int,
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    shard_offset: int,
+    direct_bytes: int,
 ) -> BucketLayout:
     first = specs[0]
     itemsize = min(DTYPES[first.reduce_dtype].itemsize, DTYPES[first.shard_dtype].itemsize)
-    flats = ((s.name, s.numel, -(-s.numel // world_size)) for s in specs)
+    align = ALIGN_BYTES // itemsize
+    direct = 0
+    uncast = first.dtype == first.reduce_dtype
+    if direct_bytes and world_size > 1 and uncast and first.uses == "once":
+
+        def unpadded(spec: ParamSpec) -> bool:
+            return spec.nbytes >= direct_bytes and spec.numel % (world_size * align) == 0
+
+        specs = sorted(specs, key=unpadded)  # those in the end
+        direct = sum(map(unpadded, specs))
+    flats = ((s.name, numel := s.numel, -(-numel // world_size)) for s in specs)
     return BucketLayout(
         index=index,
         dtype=first.dtype,
         reduce_dtype=first.reduce_dtype,
         shard_dtype=first.shard_dtype,
         uses=first.uses,
-        matrix=Matrix.of(flats, world_size, ALIGN_BYTES // itemsize, f"bucket {index}"),
+        matrix=Matrix.of(flats, world_size, align, f"bucket {index}"),
         shard_offset=shard_offset,
+        direct=direct,
     )
 
 
-def _check_plan(params: Sequence[ParamSpec], world_size: int, bucket_bytes: int) -> None:
-    for what, value in (("world_size", world_size), ("bucket_bytes", bucket_bytes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            msg = f"{what} must be an integer >= 1, not {value!r}"
+def _check_plan(
+    params: Sequence[ParamSpec], world_size: int, bucket_bytes: int, direct_bytes: int
+) -> None:
+    counts = {"world_size": (world_size, 1), "bucket_bytes": (bucket_bytes, 1)}
+    for what, (value, least) in (counts | {"direct_bytes": (direct_bytes, 0)}).items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            msg = f"{what} must be an integer >= {least}, not {value!r}"
             raise LayoutError(msg)
     if not params:
         msg = "no parameters: give at least one ParamSpec"

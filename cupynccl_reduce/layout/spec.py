@@ -67,6 +67,12 @@ class ParamSpec:
             msg = f"{what}: uses must be 'once' or 'many', not {self.uses!r}"
             raise LayoutError(msg)
 
+    def __repr__(self) -> str:
+        # Ranks compare it for every parameter; a dataclass's own takes three times as long.
+        wire, shard = f"reduce_dtype={self.reduce_dtype!r}", f"shard_dtype={self.shard_dtype!r}"
+        given = f"{self.name!r}, {self.shape}, {self.dtype!r}"
+        return f"ParamSpec({given}, {wire}, {shard}, uses={self.uses!r})"
+
     @property
     def numel(self) -> int:
         """Elements of the parameter."""

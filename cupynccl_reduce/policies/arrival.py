@@ -7,6 +7,7 @@ per gradient: the launch points and grouping of DeepSpeed's DeepCompile for ZeRO
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class Arrival:
         bucket_bytes: int,
     ) -> None:
         self.layouts = tuple(single for layout in buckets for single in layout.split())
+        self.packed = self.layouts
+        self.direct: tuple[BucketLayout, ...] = ()
         self._of = {layout.names[0]: layout for layout in self.layouts}
         self._straight = straight
         self._world_size = world_size
@@ -59,11 +62,10 @@ class Arrival:
             self._groups[dtype] = _Group(buffers, bucket_bytes)
             sizes += [send_bound(members, bucket_bytes)] * max_buffers
         self.buffer_bytes = tuple(sizes)
-        self._missing: set[str] = set()
-        self._arrived: set[str] = set()
+        self._missing: dict[str, BucketLayout] = {}
         self._skipped: set[str] = set()
         self._reduced: set[str] = set()
-        self._queue: list[BucketLayout] = []
+        self._queue: deque[BucketLayout] = deque()
 
     def begin(self, *, accumulate: bool) -> None:
         """Start a backward."""
@@ -72,34 +74,31 @@ class Arrival:
         for group in self._groups.values():
             group.filled = group.offset = 0
             group.parts.clear()  # of a backward that ended without launching them
-        self._arrived.clear()
         self._skipped.clear()
-        self._missing = set(self._of)
+        self._missing = self._of.copy()
 
     def arrive(self, name: str) -> BucketLayout | None:
         """Note one gradient, which is packed at once: its layout is complete."""
         layout = self._of[name]
-        if name in self._arrived and layout.uses == "once":
-            raise ProtocolError(TWICE)
-        if name in self._skipped:
-            raise ProtocolError(SKIPPED)
-        self._missing.discard(name)
-        self._arrived.add(name)
+        if self._missing.pop(name, None) is None:
+            if name in self._skipped:
+                raise ProtocolError(SKIPPED)
+            if layout.uses == "once":
+                raise ProtocolError(TWICE)
         self._queue.append(layout)
         return layout
 
     def skip(self, name: str) -> BucketLayout | None:
         """Note that no gradient will come."""
-        if name not in self._missing:
-            raise ProtocolError(ARRIVED if name in self._arrived else SKIPPED)
-        self._missing.remove(name)
+        if self._missing.pop(name, None) is None:
+            raise ProtocolError(SKIPPED if name in self._skipped else ARRIVED)
         self._skipped.add(name)
         return None
 
     def due(self) -> Iterator[Launch]:
         """Yield the pack of what arrived, behind the launch of a bucket it does not fit in."""
         while self._queue:
-            layout = self._queue.pop(0)
+            layout = self._queue.popleft()
             group = self._groups[layout.reduce_dtype]
             full = group.filled + layout.gradient_bytes > group.capacity
             # What repeats ("many") may fill a buffer with its padding first.

@@ -23,7 +23,9 @@ FLUSHED = "its bucket was launched already; it must come before flush()"
 class Policy(Protocol):
     """What the reducer asks; one object serves all backwards of a reducer."""
 
-    layouts: tuple[BucketLayout, ...]
+    layouts: tuple[BucketLayout, ...]  # as they arrive and are unpacked
+    packed: tuple[BucketLayout, ...]  # as they are packed
+    direct: tuple[BucketLayout, ...]  # as they are packed where they are not sent from their place
     buffer_bytes: tuple[int, ...]
 
     def begin(self, *, accumulate: bool) -> None:
@@ -33,7 +35,7 @@ class Policy(Protocol):
         """Note one gradient, refusing a second; return the layout that it completes, if any."""
 
     def skip(self, name: str) -> BucketLayout | None:
-        """Note that no gradient will come; otherwise as `arrive`."""
+        """Note that no gradient will come; return the layout that this completes, if any."""
 
     def due(self) -> Iterator[Launch]:
         """Yield what may be launched now. Each is to be run before the next is asked for."""

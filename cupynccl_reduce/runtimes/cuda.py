@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 import cupy
@@ -11,11 +12,15 @@ import numpy as np
 
 from cupynccl_reduce import dlpack
 from cupynccl_reduce.dtypes import DTYPES
-from cupynccl_reduce.errors import GradientError, GradientTypeError, LayoutError, ProtocolError
+from cupynccl_reduce.errors import GradientError, GradientTypeError, ProtocolError
+from cupynccl_reduce.reading import make_reader
 
 from .kernels import CudaPack, CudaUnpack, read_source
+from .pools import Pools
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cupynccl_reduce.dlpack import View
     from cupynccl_reduce.layout import Matrix
     from cupynccl_reduce.protocols import Array, Memory
@@ -49,8 +54,7 @@ class CudaRuntime:
         # Entered around all work: the caller may be another thread (torch's autograd has its own),
         # whose current device is not this one.
         self.current = cupy.cuda.Device(device)
-        self._pool = cupy.cuda.MemoryPool()
-        self._pinned = cupy.cuda.PinnedMemoryPool()
+        self._pools = Pools(device)
         self._functions: dict[str, Any] = {}
         null, per_thread = cupy.cuda.Stream.null, cupy.cuda.Stream.ptds
         self._streams: dict[int, Any] = {
@@ -78,11 +82,11 @@ class CudaRuntime:
             # pool knows the stream that a block was made on, not those that used it.
             self.current.synchronize()
             if memory == "pinned":
-                owner = self._take(self._pinned, nbytes, "pinned host")
+                owner = self._pools.take_pinned(nbytes)
                 block = cupy.cuda.UnownedMemory(owner.ptr, nbytes, owner, self.device)
                 pointer = cupy.cuda.MemoryPointer(block, 0)
             else:
-                pointer = self._take(self._pool, nbytes, "device")
+                pointer = self._pools.take(nbytes)
             if nbytes:
                 pointer.memset_async(0, nbytes, self._own)
                 self._own.synchronize()
@@ -95,6 +99,12 @@ class CudaRuntime:
         """
         stop = offset + numel * DTYPES[dtype].itemsize
         return array[offset:stop].view(self._dtypes[dtype])
+
+    def array(self, view: View) -> Array:
+        """Return the memory of a contiguous view as a flat array."""
+        numel, dtype = math.prod(view.shape), self._dtypes[view.dtype]
+        memory = cupy.cuda.UnownedMemory(view.pointer, numel * dtype.itemsize, None, self.device)
+        return cupy.ndarray((numel,), dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def read(self, source: Any, stream: Any) -> View:
         """Describe any array of this GPU without copying it."""
@@ -129,6 +139,10 @@ class CudaRuntime:
             )
             raise GradientError(msg)
         return view
+
+    def reader(self, shape: tuple[int, ...], dtype: str, stream: Any) -> Callable[[Any], View]:
+        """Return `read` for gradients of one shape and dtype."""
+        return make_reader(lambda a: self.read(a, stream), shape, dtype, self._follow_torch)
 
     def stream(self) -> Any:
         """Return a new stream, which does not synchronise with the null stream either."""
@@ -166,6 +180,10 @@ class CudaRuntime:
             self._streams[handle] = adopted
         return adopted
 
+    def capturing(self, stream: Any) -> bool:
+        """Whether what is queued on `stream` becomes part of a CUDA graph."""
+        return bool(stream.is_capturing())
+
     def pack_kernel(
         self, matrix: Matrix, source_dtype: str, dtype: str, *, divisor: int = 1
     ) -> CudaPack:
@@ -187,8 +205,7 @@ class CudaRuntime:
         """Give back the pools' memory. Idempotent."""
         self._closed = True
         with self.current:
-            self._pool.free_all_blocks()
-            self._pinned.free_all_blocks()
+            self._pools.free_idle()
 
     def function(self, name: str) -> Any:
         """Return the kernel of kernels.cu with this C++ name, compiled unless a cache has it."""
@@ -225,7 +242,7 @@ class CudaRuntime:
             raise ProtocolError(msg)
         bits = np.dtype(f"u{DTYPES[dtype].itemsize}")
         with stream:
-            return cupy.ndarray((numel,), bits, self._take(self._pool, numel * bits.itemsize))
+            return cupy.ndarray((numel,), bits, self._pools.take(numel * bits.itemsize))
 
     def flatten(self, view: View, stream: Any) -> Array:
         """Queue a contiguous copy of a strided array, as bits; return it (see `scratch`)."""
@@ -238,6 +255,17 @@ class CudaRuntime:
             strided = cupy.ndarray(view.shape, flat.dtype, pointer, strides)
             flat.reshape(view.shape)[...] = strided
         return flat
+
+    def _follow_torch(self) -> Callable[[], Any]:
+        """Return a function that gives torch's current stream, if it was seen before."""
+        handle_of = sys.modules["torch"]._C._cuda_getCurrentRawStream  # noqa: SLF001  # Triton's way
+        known, device = self._streams, self.device
+
+        def current() -> Any:
+            handle = handle_of(device)
+            return known.get(handle) if handle != PER_THREAD_STREAM else None
+
+        return current
 
     def _describe(self, source: Any) -> View:
         name = NAMES.get(source.dtype)
@@ -254,27 +282,6 @@ class CudaRuntime:
         stream = cupy.cuda.get_current_stream(device)
         pointer = source.data.ptr
         return dlpack.View(pointer, name, source.shape, strides, "cuda", device, stream, source)
-
-    def _take(self, pool: Any, nbytes: int, kind: str = "device") -> Any:
-        """Allocate from `pool`; where memory is out, once more without this runtime's cache."""
-        failures = (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError)
-        try:
-            return pool.malloc(nbytes)
-        except failures:
-            self._pool.free_all_blocks()
-            self._pinned.free_all_blocks()
-        try:
-            return pool.malloc(nbytes)
-        except failures as error:
-            own, default = self._pool, cupy.get_default_memory_pool()
-            msg = (
-                f"no {kind} memory for {nbytes} bytes on cuda:{self.device} ({error}); "
-                f"this library's pool holds {own.total_bytes()} bytes ({own.used_bytes()} used) "
-                f"and CuPy's default pool {default.total_bytes()} ({default.used_bytes()} used). "
-                "Free the latter with cupy.get_default_memory_pool().free_all_blocks() (torch: "
-                "torch.cuda.empty_cache()), or lower bucket_bytes or max_buffers"
-            )
-            raise LayoutError(msg) from error
 
 
 class _Handle:

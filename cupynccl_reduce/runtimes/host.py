@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import sys
 import threading
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import ml_dtypes
@@ -13,21 +15,25 @@ import numpy as np
 from cupynccl_reduce import dlpack
 from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, LayoutError, ProtocolError
+from cupynccl_reduce.reading import make_reader
 
 from .queues import CallerStream, HostEvent, HostStream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from cupynccl_reduce.dlpack import View
     from cupynccl_reduce.layout import Matrix, Segment
     from cupynccl_reduce.protocols import Array, Fill, Memory
 
-__all__ = ["HostRuntime"]
+__all__ = ["HostRuntime", "flat_array"]
 
-TILE = 1 << 15  # elements converted at a time: the temporaries stay in the cache
+TILE = 1 << 16  # elements summed at a time, where a parameter has several gradients
+# The address space as one buffer, from which NumPy takes any array by its address.
+MEMORY = (ctypes.c_char * sys.maxsize).from_address(0)
 
 
+@cache
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
@@ -65,8 +71,11 @@ class HostRuntime:
 
     def view(self, array: Array, offset: int, numel: int, dtype: str) -> Array:
         """Return `numel` elements of `dtype` that start at byte `offset` of `array`."""
-        stop = offset + numel * DTYPES[dtype].itemsize
-        return array[offset:stop].view(_numpy_dtype(dtype))
+        return np.ndarray(numel, _numpy_dtype(dtype), array, offset)
+
+    def array(self, view: View) -> Array:
+        """Return the memory of a contiguous view as a flat array."""
+        return flat_array(view)
 
     def read(self, source: Any, stream: Any) -> View:  # noqa: ARG002  # the host is always ordered
         """Describe any host array without copying it."""
@@ -79,6 +88,11 @@ class HostRuntime:
             raise GradientError(msg)
         view.stream = self._caller
         return view
+
+    def reader(self, shape: tuple[int, ...], dtype: str, stream: Any) -> Callable[[Any], View]:
+        """Return `read` for gradients of one shape and dtype."""
+        caller = self._caller
+        return make_reader(lambda a: self.read(a, stream), shape, dtype, lambda: lambda: caller)
 
     def stream(self) -> HostStream:
         """Return a new queue with a thread of its own."""
@@ -103,6 +117,10 @@ class HostRuntime:
         msg = f"the host runtime has no stream {stream!r}; leave stream out"
         raise ProtocolError(msg)
 
+    def capturing(self, stream: Any) -> bool:  # noqa: ARG002  # there are no graphs here
+        """Return False."""
+        return False
+
     def pack_kernel(
         self, matrix: Matrix, source_dtype: str, dtype: str, *, divisor: int = 1
     ) -> HostPack:
@@ -122,14 +140,16 @@ class HostRuntime:
 
 
 class HostPack:
-    """protocols.PackKernel in NumPy: tile by tile, so that each byte passes the memory once."""
+    """protocols.PackKernel in NumPy.
+
+    Few and long calls, without temporaries: NumPy casts a few thousand elements at a time. Each
+    call must take the GIL back, and a thread that runs Python gives it up after 5 ms only.
+    """
 
     def __init__(self, matrix: Matrix, source_dtype: str, dtype: str, divisor: int) -> None:
         self._matrix = matrix
         self._divisor = divisor
         self._compute = _compute_dtype(source_dtype, dtype)
-        self._raw = source_dtype == dtype and divisor == 1
-        self._tiles = [tuple(_tiles(segment)) for segment in matrix.segments]
 
     def __call__(
         self, sources: Sequence[Sequence[View]], target: Array, *, fill: Fill, stream: Any
@@ -141,33 +161,29 @@ class HostPack:
     def run(self, sources: Sequence[Sequence[View]], target: Array, fill: Fill) -> None:
         """Pack now, on this thread."""
         matrix = target.reshape(self._matrix.rows, self._matrix.columns)
-        for segment, tiles, group in zip(self._matrix.segments, self._tiles, sources, strict=True):
+        for segment, group in zip(self._matrix.segments, sources, strict=True):
             block = matrix[:, segment.column : segment.column + segment.columns]
-            flats = [_flat(view) for view in group]
-            for start, stop, rows, columns in tiles:
+            flats = [flat_array(view) for view in group]
+            # Several are summed beside the matrix, tile by tile.
+            most = TILE if len(flats) > 1 else segment.numel
+            for start, stop, rows, columns in _tiles(segment, most):
                 part = block[rows, columns]
-                if not flats:
-                    part[...] = np.nan if fill == "nan" else 0
-                    continue
-                pieces = [flat[start:stop].reshape(part.shape) for flat in flats]
-                if self._raw and len(pieces) == 1:
-                    part[...] = pieces[0]
+                if flats:
+                    self._reduce([flat[start:stop].reshape(part.shape) for flat in flats], part)
                 else:
-                    self._reduce(pieces, part)
+                    part[...] = np.nan if fill == "nan" else 0
             _zero_padding(segment, block)
 
     def _reduce(self, pieces: Sequence[Array], part: Array) -> None:
         total = pieces[0]
-        if len(pieces) > 1 or total.dtype != self._compute:
+        if len(pieces) > 1:
             total = total.astype(self._compute)
-        for piece in pieces[1:]:
-            total += piece.astype(self._compute, copy=False)
+            for piece in pieces[1:]:
+                np.add(total, piece, out=total, dtype=self._compute)
         if self._divisor == 1:
             part[...] = _narrow(total, part.dtype)
-        elif part.dtype == self._compute:
-            np.divide(total, self._divisor, out=part)
         else:
-            part[...] = _narrow(np.divide(total, self._divisor), part.dtype)
+            _apply(np.divide, total, self._divisor, part, self._compute)
 
 
 class HostUnpack:
@@ -176,7 +192,6 @@ class HostUnpack:
     def __init__(self, matrix: Matrix, dtype: str, target_dtype: str) -> None:
         self._matrix = matrix
         self._compute = _compute_dtype(dtype, target_dtype)
-        self._tiles = [tuple(_tiles(segment)) for segment in matrix.segments]
 
     def __call__(
         self, source: Array, targets: Sequence[View], *, accumulate: bool, stream: Any
@@ -188,38 +203,45 @@ class HostUnpack:
     def run(self, source: Array, targets: Sequence[View], accumulate: bool) -> None:  # noqa: FBT001
         """Unpack now, on this thread."""
         matrix = source.reshape(self._matrix.rows, self._matrix.columns)
-        for segment, tiles, view in zip(self._matrix.segments, self._tiles, targets, strict=True):
+        for segment, view in zip(self._matrix.segments, targets, strict=True):
             block = matrix[:, segment.column : segment.column + segment.columns]
-            flat = _flat(view)
-            for start, stop, rows, columns in tiles:
+            flat = flat_array(view)
+            for start, stop, rows, columns in _tiles(segment, segment.numel):
                 part = block[rows, columns]
                 out = flat[start:stop].reshape(part.shape)
                 if accumulate:
-                    total = out.astype(self._compute) + part.astype(self._compute, copy=False)
-                    out[...] = _narrow(total, out.dtype)
+                    _apply(np.add, out, part, out, self._compute)
                 else:
                     out[...] = _narrow(part, out.dtype)
 
 
-def _tiles(segment: Segment) -> Iterator[tuple[int, int, slice, slice]]:
+def _tiles(segment: Segment, most: int) -> Iterator[tuple[int, int, slice, slice]]:
     """Cut a segment into `(start, stop)` of the flat array and the rows and columns they fill.
 
-    Whole rows go together up to TILE elements; a longer row is cut, the last may be short.
+    Whole rows go together up to `most` elements; a longer row is cut, the last may be short.
     """
     width = segment.width
     if not segment.numel:
         return
     whole = segment.numel // width
-    step = max(1, TILE // width)
-    for row in range(0, whole if width <= TILE else 0, step):
+    step = max(1, most // width)
+    for row in range(0, whole if width <= most else 0, step):
         stop = min(row + step, whole)
         yield row * width, stop * width, slice(row, stop), slice(0, width)
-    for row in range(0 if width > TILE else whole, -(-segment.numel // width)):
+    for row in range(0 if width > most else whole, -(-segment.numel // width)):
         begin, end = segment.interval(row)
-        for start in range(begin, end, TILE):
-            stop = min(start + TILE, end)
+        for start in range(begin, end, most):
+            stop = min(start + most, end)
             columns = slice(start - begin, stop - begin)
             yield start, stop, slice(row, row + 1), columns
+
+
+def _apply(ufunc: np.ufunc, first: Array, second: Any, out: Array, dtype: np.dtype[Any]) -> None:
+    """Write `ufunc(first, second)`, computed in `dtype` and then rounded once, into `out`."""
+    if dtype == np.float64 and out.dtype.kind == "V":
+        out[...] = _narrow(ufunc(first, second, dtype=dtype), out.dtype)
+    else:
+        ufunc(first, second, out=out, dtype=dtype, casting="unsafe")
 
 
 def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
@@ -241,7 +263,8 @@ def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
 
 def _zero_padding(segment: Segment, block: Array) -> None:
     """Zero what no element fills: columns past the width, and rows past the last element."""
-    block[:, segment.width :] = 0
+    if segment.columns > segment.width:
+        block[:, segment.width :] = 0
     if segment.width:
         whole, rest = divmod(segment.numel, segment.width)
         if whole < len(block):
@@ -249,14 +272,14 @@ def _zero_padding(segment: Segment, block: Array) -> None:
             block[whole + 1 :] = 0
 
 
-def _flat(view: View) -> Array:
+def flat_array(view: View) -> Array:
     """Return the logical elements of `view` in order: a view where contiguous, else a copy."""
     dtype = _numpy_dtype(view.dtype)
-    start, nbytes = view.span
-    if not nbytes:
+    if 0 in view.shape:
         return np.empty(0, dtype)
-    memory = memoryview((ctypes.c_char * nbytes).from_address(start)).cast("B")
     if view.strides is None:
-        return np.frombuffer(memory, dtype)
+        return np.frombuffer(MEMORY, dtype, math.prod(view.shape), view.pointer)
+    start, nbytes = view.span
+    memory = np.frombuffer(MEMORY, np.uint8, nbytes, start)
     strides = tuple(stride * dtype.itemsize for stride in view.strides)
     return np.ndarray(view.shape, dtype, memory, view.pointer - start, strides).reshape(-1)

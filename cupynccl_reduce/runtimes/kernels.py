@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from array import array
 from dataclasses import replace
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -103,6 +102,9 @@ class Kernel:
         self._tiles = runtime.upload(tiles)
         self._function = runtime.function(kernel_name(kernel, source, target))
         self._shape = matrix.rows, matrix.columns
+        # A launch takes a copy of its arguments, so one block of them serves all.
+        self._arguments = bytearray(ARGUMENTS.itemsize)
+        self._by_value = np.frombuffer(self._arguments, ARGUMENTS)  # CuPy passes one element so
 
     def launch(
         self,
@@ -120,15 +122,13 @@ class Kernel:
         tiles = self._starts[first + len(heads)] - start
         if tiles == 0:
             return
-        arguments = bytearray(ARGUMENTS.itemsize)
         tables = self._segments.data.ptr, self._tiles.data.ptr, memory.data.ptr
         HEADER.pack_into(
-            arguments, 0, *tables, *self._shape, divisor, start, first, len(heads), mode
+            self._arguments, 0, *tables, *self._shape, divisor, start, first, len(heads), mode
         )
-        entries = array("Q", heads + tail).tobytes()
-        arguments[HEADER.size : HEADER.size + len(entries)] = entries
-        by_value = np.frombuffer(arguments, ARGUMENTS)  # CuPy passes one-element arrays so
-        self._function((tiles,), (THREADS,), (by_value,), stream=stream)
+        entries = len(heads) + len(tail)
+        struct.pack_into(f"={entries}Q", self._arguments, HEADER.size, *heads, *tail)
+        self._function((tiles,), (THREADS,), (self._by_value,), stream=stream)
 
 
 class CudaPack:

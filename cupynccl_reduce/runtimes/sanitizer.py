@@ -17,12 +17,13 @@ import cupy
 
 from cupynccl_reduce.detector import Block, Detector, Operation
 from cupynccl_reduce.errors import RaceError
+from cupynccl_reduce.reading import make_reader
 
 from .cuda import CudaRuntime
 from .followed import FollowedEvent, FollowedStream, PoolHook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from cupynccl_reduce.dlpack import View
@@ -108,6 +109,10 @@ class SanitizedRuntime(CudaRuntime):
             if block.base not in self._zeroed and not any(i.write for i in block.intervals):
                 self.follow("producer's write of", "a gradient", view_lane, writes=[span])
         return view
+
+    def reader(self, shape: tuple[int, ...], dtype: str, stream: Any) -> Callable[[Any], View]:
+        """Return `read` for gradients of one shape and dtype: each is looked at."""
+        return make_reader(lambda a: self.read(a, stream), shape, dtype)
 
     def allocate(self, nbytes: int, *, memory: Memory = "device") -> Array:
         """Return zeroed bytes; they may be given back by any thread."""
@@ -235,6 +240,7 @@ class SanitizedCommunicator:
 
     def __init__(self, inner: Communicator, runtime: SanitizedRuntime) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
+        self.direct_bytes = inner.direct_bytes
         self._inner = inner
         self._runtime = runtime
 

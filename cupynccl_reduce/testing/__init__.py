@@ -16,13 +16,25 @@
     result = Simulation(world_size=2, seed=7, schedule="random").run(work)
 
 Arrays stand for device memory: read and write them through `consume`, `overwrite`, `peek` and
-`poke`, on the rank's own thread. Indexing one as the NumPy array that it also is goes unseen.
+`poke`, from a thread of the rank (`spawn` starts more); `queue` takes kernels of your own. Indexing
+one as the NumPy array that it also is goes unseen.
 
 A missing wait, a buffer freed too early, ranks that disagree or wait for ever: each is an error
 that shows both operations, where they were asked for, the bytes, and the line that replays it.
+A race shows whatever the schedule is. What only some schedules show, `explore` finds: it runs them
+all, where the program is small.
 """
 
+from .exploration import Exploration, explore
 from .findings import DeadlockError, DeclarationError, RaceError
 from .simulation import Simulation, SimulationResult
 
-__all__ = ["DeadlockError", "DeclarationError", "RaceError", "Simulation", "SimulationResult"]
+__all__ = [
+    "DeadlockError",
+    "DeclarationError",
+    "Exploration",
+    "RaceError",
+    "Simulation",
+    "SimulationResult",
+    "explore",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .findings import RaceError
 from .sites import Site, call_site
@@ -16,34 +16,39 @@ if TYPE_CHECKING:
 
     from .scheduler import Scheduler
 
-__all__ = ["Range", "SimEvent", "SimStream", "Work", "check_accesses", "refuse"]
+__all__ = ["Point", "Range", "SimEvent", "SimStream", "Work", "check_accesses", "refuse"]
 
 Range = tuple[int, int]  # (address, nbytes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A place in a stream: behind its first `position` pieces of work."""
+
+    stream: SimStream
+    position: int
+
+    def passed(self) -> bool:
+        """Whether the stream has come so far."""
+        return self.stream.ran >= self.position
+
+
 @dataclass(slots=True, eq=False)
 class Work:
-    """One piece of queued work: what it does, and when it may."""
+    """One piece of queued work: what it does, and what comes before it on other streams."""
 
     told: Callable[[], str]
-    run: Callable[[], None]
-    ready: Callable[[], bool]
+    run: Callable[[], Any]
+    after: tuple[Point, ...] | None = ()  # None: not all of that is queued yet
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Marker:
     """One record of an event."""
 
     clock: dict[int, int]
     site: Site
-    done: bool = False
-
-    def passed(self) -> bool:
-        return self.done
-
-
-def _always() -> bool:
-    return True
+    point: Point
 
 
 def _nothing() -> None:
@@ -59,16 +64,28 @@ class SimStream:
         self.scheduler = scheduler
         self.lane = scheduler.detector.lane(self.name)
         self.work: deque[Work] = deque()
+        self.ran = 0  # pieces of work
         scheduler.streams.append(self)
+
+    @property
+    def end(self) -> Point:
+        """The point behind everything that is queued so far."""
+        return Point(self, self.ran + len(self.work))
 
     def ready(self) -> bool:
         """Whether there is a first piece of work and it may run."""
-        work = self.work
-        return bool(work) and (work[0].ready is _always or work[0].ready())
+        if not self.work:
+            return False
+        after = self.work[0].after
+        if not after:
+            return after is not None
+        return all(point.stream.ran >= point.position for point in after)
 
     def run(self) -> None:
         """Run the first piece of work."""
-        self.work.popleft().run()
+        work = self.work.popleft()
+        self.ran += 1
+        work.run()
 
     def waits_for(self) -> str:
         """Return what the first piece of work waits for."""
@@ -77,39 +94,41 @@ class SimStream:
     def queue(  # one declaration, written in one place
         self,
         what: Operation,
-        run: Callable[[], None],
+        run: Callable[[], Any],
         *,
         reads: Iterable[Range] = (),
         writes: Iterable[Range] = (),
-        ready: Callable[[], bool] = _always,
+        checked: bool = True,
     ) -> Work:
         """Queue an operation that touches just these bytes; report a race with what came before.
 
-        The caller lets others run afterwards (`Scheduler.step`), where it may be interrupted.
+        `checked`: what it really touches is compared with that, where the simulation does so. What
+        `run` returns is part of its result. The caller lets others run afterwards
+        (`Scheduler.step`), where it may be interrupted.
         """
         detector, scheduler = self.scheduler.detector, self.scheduler
         detector.follow(self.lane, scheduler.host.lane)  # refuses a thread that is no rank
         detector.begin(what, self.lane)
         check_accesses(scheduler, what, reads, writes)
         scheduler.count_overlaps(self.rank, what)
-        if scheduler.wrap is not None:
-            run = scheduler.wrap(what, run, tuple(reads), tuple(writes))
-        work = Work(lambda: f"{what.kind} {what.label}, asked for at {what.site}", run, ready)
+        if checked and scheduler.check is not None:
+            run = scheduler.check.wrap(what, run, tuple(reads), tuple(writes))
+        work = Work(lambda: f"{what.kind} {what.label}, asked for at {what.site}", run)
         self.work.append(work)
         return work
 
     def wait_event(self, event: SimEvent) -> None:
         """Hold back later work until `event`'s present record has passed."""
         scheduler, marker = self.scheduler, event.marker
-        # Never recorded: a no-op, which nobody misses.
         if marker is None:
+            scheduler.takes_wait(None, known=True)
             return
         detector = scheduler.detector
-        detector.follow(self.lane, scheduler.hosts[self.rank].lane)
+        detector.follow(self.lane, scheduler.host.lane)
         known = detector.covers(self.lane, marker.clock)
         if scheduler.takes_wait(marker.site, known=known):
             detector.join(self.lane, marker.clock)
-            self.work.append(Work(lambda: f"a wait for {_told(marker)}", _nothing, marker.passed))
+            self.work.append(Work(lambda: f"a wait for {_told(marker)}", _nothing, (marker.point,)))
         scheduler.step()
 
     def synchronize(self) -> None:
@@ -132,32 +151,32 @@ class SimEvent:
     @property
     def done(self) -> bool:
         """Whether the recorded point has passed; knowing that it has is an edge to the host."""
-        self._scheduler.pause()
-        if self.marker is not None and self.marker.done:
-            self._scheduler.detector.join(self._scheduler.host.lane, self.marker.clock)
-        passed = self.marker is None or self.marker.done
-        self._scheduler.polls = 0 if passed else self._scheduler.polls + 1
+        scheduler = self._scheduler
+        scheduler.pause()
+        marker = self.marker
+        passed = marker is None or scheduler.query(marker.point, _told(marker))
+        if passed and marker is not None:
+            scheduler.detector.join(scheduler.host.lane, marker.clock)
+        scheduler.polls = 0 if passed else scheduler.polls + 1
         return passed
 
     def record(self, stream: SimStream) -> None:
         """Mark the present end of `stream`."""
-        detector = self._scheduler.detector
-        detector.follow(stream.lane, self._scheduler.hosts[stream.rank].lane)
-        marker = self.marker = _Marker(detector.snapshot(stream.lane), call_site())
-
-        def pass_() -> None:
-            marker.done = True
-
-        stream.work.append(Work(lambda: f"the record of {_told(marker)}", pass_, _always))
-        self._scheduler.step()
+        scheduler = self._scheduler
+        detector = scheduler.detector
+        detector.follow(stream.lane, scheduler.host.lane)
+        site = call_site()
+        stream.work.append(Work(lambda: f"the record of the event recorded at {site}", _nothing))
+        self.marker = _Marker(detector.snapshot(stream.lane), site, stream.end)
+        scheduler.step()
 
     def synchronize(self) -> None:
         """Block the host until the recorded point has passed."""
-        marker = self.marker
+        marker, scheduler = self.marker, self._scheduler
         if marker is None:
             return
-        self._scheduler.pause(marker.passed, _told(marker))
-        self._scheduler.detector.join(self._scheduler.host.lane, marker.clock)
+        scheduler.pause(marker.point.passed, _told(marker), point=marker.point)
+        scheduler.detector.join(scheduler.host.lane, marker.clock)
 
 
 def check_accesses(

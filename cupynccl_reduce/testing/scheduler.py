@@ -1,37 +1,37 @@
-"""Who runs next: ranks are threads of which exactly one runs, and a seed decides. No arrays."""
+"""Who has the turn: hosts are threads of which exactly one runs. What goes next, others decide."""
 
 from __future__ import annotations
 
 import gc
-import random
 import threading
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cupynccl_reduce.detector import Detector, Operation
 from cupynccl_reduce.errors import ProtocolError
 
 from .findings import DeadlockError, tell_deadlock
-from .sites import Wait, call_site
+from .hosts import Host
+from .sites import Wait, call_site, in_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .device import Point
+    from .memory import MemoryCheck
+    from .schedules import Schedule
     from .sites import Site
 
-__all__ = ["Cancelled", "Host", "Lane", "Schedule", "Scheduler"]
-
-Schedule = Literal["lazy", "eager", "random", "pct"]
-MAX_POLLS = 50
-PCT_STEPS = 400  # change points fall within so many steps
-STEP, SWITCH = 0.4, 0.05  # how often "random" runs device work, and other hosts, at a step
+__all__ = ["Cancelled", "Lane", "Scheduler"]
 
 
 class Cancelled(BaseException):
-    """Ends a rank's thread after something was found; no Exception, so nothing swallows it."""
+    """Ends a host's thread after something was found; no Exception, so nothing swallows it."""
 
 
 class Lane(Protocol):
     """A device stream, as the scheduler sees it."""
+
+    work: Any  # what is queued and has not run
 
     def ready(self) -> bool:
         """Whether there is a first piece of work and it may run."""
@@ -43,34 +43,14 @@ class Lane(Protocol):
         """Return what the first piece of work waits for; "" if there is none."""
 
 
-class Host:
-    """One rank's thread."""
-
-    def __init__(self, rank: int, lane: int) -> None:
-        self.rank = rank
-        self.lane = lane
-        self.turn = threading.Lock()  # held until this thread may go on
-        self.turn.acquire()
-        self.until: Callable[[], bool] | None = None
-        self.waits_for = ""
-        self.done = False
-
-    def ready(self) -> bool:
-        """Whether this thread may go on."""
-        return not self.done and (self.until is None or self.until())
-
-
 class Scheduler:
-    """Hands the one turn around between hosts and streams.
+    """Hands the one turn around between hosts and streams, as a schedule decides."""
 
-    "lazy" runs device work only when every host waits; "eager" as soon as it may; "random" chooses
-    among all; "pct" follows random priorities with `depth - 1` changes (probabilistic concurrency
-    testing: Burckhardt, Kothari, Musuvathi, Nagarakatti, ASPLOS 2010).
-    """
-
-    def __init__(self, world_size: int, seed: int, schedule: Schedule, depth: int = 3) -> None:
+    def __init__(self, world_size: int, schedule: Schedule) -> None:
         self.detector = Detector()
-        self.hosts = [Host(r, self.detector.lane(f"host of rank {r}")) for r in range(world_size)]
+        self.hosts: list[Host] = []
+        for rank in range(world_size):
+            self._add_host(rank, [])
         self.streams: list[Any] = []
         self.finding: BaseException | None = None
         self.steps = 0
@@ -80,12 +60,9 @@ class Scheduler:
         self.polls = 0  # queries in a row that answered "not done"
         self.broken = False  # a world was given up: what its ranks drop then is no finding
         self.dropped_wait: int | None = None
-        # Set by a check that wants to run every operation itself: (what, run, reads, writes) -> run
-        self.wrap: Callable[..., Callable[[], None]] | None = None
+        self.check: MemoryCheck | None = None
         self._schedule = schedule
-        self._random = random.Random(f"{seed} {schedule}")  # noqa: S311  # a schedule is no secret
-        self._priorities: dict[Any, float] = {}
-        self._changes = {self._random.randrange(PCT_STEPS) for _ in range(depth - 1)}
+        self._threads: list[threading.Thread] = []
         self._finished = threading.Lock()
         self._finished.acquire()
         self._cancelled = False
@@ -93,80 +70,112 @@ class Scheduler:
 
     @property
     def host(self) -> Host:
-        """The rank whose thread this is."""
+        """The host whose thread this is."""
         host: Host | None = getattr(self._local, "host", None)
         if host is None:
-            msg = "a simulated rank is one thread: call the library from the function that it runs"
+            msg = (
+                "a simulated rank is one thread: call the library from the function that it runs, "
+                "or from threads of runtime.spawn()"
+            )
             raise ProtocolError(msg)
         return host
 
     @property
     def running(self) -> bool:
-        """Whether this thread is a rank of a simulation that goes on."""
+        """Whether this thread is a host of a simulation that goes on."""
         return not self._cancelled and getattr(self._local, "host", None) is not None
 
     def run(self, bodies: list[Callable[[], None]]) -> None:
         """Run one body per rank to its end."""
-        threads = [
-            threading.Thread(target=self._serve, args=(host, body), daemon=True)
-            for host, body in zip(self.hosts, bodies, strict=True)
-        ]
         # A collector that runs at a time of its own would free cycles at another point each time.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            for thread in threads:
-                thread.start()
-            self.hosts[self._random.randrange(len(self.hosts))].turn.release()
+            ranks = self.hosts[:]
+            for host, body in zip(ranks, bodies, strict=True):
+                self._start(host, body)
+            self._schedule.first(ranks).turn.release()
             self._finished.acquire()
-            for thread in threads:
+            for thread in self._threads:
                 thread.join()
         finally:
             if collecting:
                 gc.enable()
 
+    def spawn(self, body: Callable[[], None]) -> Host:
+        """Start another thread of this rank; it knows what this one has done so far."""
+        parent = self.host
+        host = self._add_host(parent.rank, parent.siblings)
+        self.detector.follow(host.lane, parent.lane)
+        self._start(host, body)
+        return host
+
     def report(self, finding: BaseException) -> None:
-        """Note what was found first; every rank ends at its next step."""
+        """Note what was found first; every host ends at its next step."""
         if self.finding is None:
             self.finding = finding
         self._cancelled = True
 
     def step(self) -> None:
-        """Let device work run after something was queued. Called by the running rank.
+        """Let device work run after something was queued. Called by the running host.
 
         Ranks meet only in collectives and in the side channel, so another order of what they queue
         changes nothing that can be seen: they mostly keep the turn here, and pass it on in `pause`.
         """
         if self._cancelled:
             raise Cancelled
-        chance = self._random.random() if self._schedule == "random" else 0.0
-        if self._schedule == "random":
-            if chance >= STEP:
-                return
-            if chance >= SWITCH:
-                self.steps += 1
-                ready = [stream for stream in self.streams if stream.work and stream.ready()]
-                if ready:
-                    self._run_work(ready[int(self._random.random() * len(ready))])
-        elif self._schedule == "eager":
-            while chosen := next((s for s in self.streams if s.work and s.ready()), None):
-                self.steps += 1
-                self._run_work(chosen)
-        if self._cancelled:
-            raise Cancelled
-        if self._schedule == "pct" or (self._schedule == "random" and chance < SWITCH):
+        if self._schedule.step(self):
             self.pause()
+        elif self._cancelled:
+            raise Cancelled
 
-    def pause(self, until: Callable[[], bool] | None = None, waits_for: str = "") -> None:
-        """Let others run; come back when chosen and `until` holds. Called by the running rank."""
+    def pause(
+        self,
+        until: Callable[[], bool] | None = None,
+        waits_for: str = "",
+        *,
+        point: Point | None = None,
+    ) -> None:
+        """Let others run; come back when chosen and `until` holds. Called by the running host.
+
+        `point`: where `until` is that it has passed.
+        """
         host = self.host
         if self._cancelled:
             raise Cancelled
-        host.until, host.waits_for = until, waits_for
+        host.until, host.waits_for, host.point = until, waits_for, point
+        host.inside = len(host.siblings) > 1 and in_library()
         self._pass_on(host)
-        host.until, host.waits_for = None, ""
+        host.until, host.waits_for, host.point = None, "", None
+        host.inside = False
         if self._cancelled:
             raise Cancelled
+
+    def query(self, point: Point, told: str) -> bool:
+        """Return whether `point` has passed; the schedule may insist that it has, and wait."""
+        if self._schedule.insists(self, point):
+            self.pause(point.passed, told, point=point)
+        return point.passed()
+
+    def ready_hosts(self, host: Host) -> list[Host]:
+        """Return the hosts that may go on, `host` first."""
+        hosts = self.hosts
+        return [h for h in hosts[host.number :] + hosts[: host.number] if h.ready()]
+
+    def ready_streams(self) -> list[Lane]:
+        """Return the streams whose first piece of work may run."""
+        return [stream for stream in self.streams if stream.work and stream.ready()]
+
+    def ready_stream(self) -> Lane | None:
+        """Return the first of these."""
+        return next((stream for stream in self.streams if stream.work and stream.ready()), None)
+
+    def run_work(self, stream: Lane) -> None:
+        """Run one piece of device work; what it raises is found, and belongs to no host."""
+        try:
+            stream.run()
+        except Exception as error:  # noqa: BLE001  # raised again by Simulation.run
+            self.report(error)
 
     def count_overlaps(self, rank: int, what: Operation) -> None:
         """Count the packs (or collectives) before `what` that its lane knows nothing of."""
@@ -177,10 +186,22 @@ class Scheduler:
         self.overlaps += sum(not self.detector.knows(what.lane, other) for other in others)
         self._kinds.setdefault((rank, packs), []).append(what)
 
-    def takes_wait(self, recorded: Site, *, known: bool) -> bool:
+    def takes_wait(self, recorded: Site | None, *, known: bool) -> bool:
         """Note a wait; return whether it is to be honoured (edge deletion drops one)."""
         self.waits.append(Wait(call_site(), recorded, known))
         return len(self.waits) - 1 != self.dropped_wait
+
+    def _add_host(self, rank: int, siblings: list[Host]) -> Host:
+        number = len(siblings)
+        name = f"thread {number} of rank {rank}" if number else f"host of rank {rank}"
+        host = Host(rank, len(self.hosts), name, self.detector.lane(name), siblings)
+        self.hosts.append(host)
+        return host
+
+    def _start(self, host: Host, body: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._serve, args=(host, body), daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self, host: Host, body: Callable[[], None]) -> None:
         self._local.host = host
@@ -205,7 +226,7 @@ class Scheduler:
                 host.turn.acquire()
                 return
             else:
-                self._run_work(chosen)
+                self.run_work(chosen)
 
     def _leave(self, host: Host) -> None:
         """Give the turn to whoever is left; the last one out runs the rest of the device work."""
@@ -219,54 +240,21 @@ class Scheduler:
                 chosen.turn.release()
                 return
             else:
-                self._run_work(chosen)
-        left = [h for h in self.hosts if not h.done]
+                self.run_work(chosen)
+        # Whoever is within the library first: it holds locks that others may ask for on their way.
+        left = sorted((h for h in self.hosts if not h.done), key=lambda h: not h.inside)
         if left:
             left[0].turn.release()
         else:
             self._finished.release()
 
-    def _run_work(self, stream: Lane) -> None:
-        """Run one piece of device work; what it raises is found, and belongs to no host."""
-        try:
-            stream.run()
-        except Exception as error:  # noqa: BLE001  # raised again by Simulation.run
-            self.report(error)
-
     def _choose(self, host: Host) -> Any:
-        """Return the host or stream that goes next, or None if nothing can."""
         self.steps += 1
-        streams: list[Any] = []
-        if self._schedule != "lazy":
-            streams = [s for s in self.streams if s.work and s.ready()]
-        if self._schedule == "eager" and streams:
-            return streams[0]
-        hosts = [h for h in self.hosts[host.rank :] + self.hosts[: host.rank] if h.ready()]
-        if self._schedule in ("lazy", "eager"):
-            work = next((s for s in self.streams if s.work and s.ready()), None)
-            # "Not done" answered this often: a host that polls has to meet the end some time.
-            if work is not None and (not hosts or self.polls > MAX_POLLS):
-                self.polls = 0
-                return work
-            return hosts[0] if hosts else None
-        ready = hosts + streams
-        if not ready:
-            return None
-        if self._schedule == "random":
-            return ready[int(self._random.random() * len(ready))]
-        for lane in ready:
-            if lane not in self._priorities:
-                self._priorities[lane] = self._random.random()
-        chosen = max(ready, key=self._priorities.__getitem__)
-        if self.steps in self._changes:
-            self._priorities[chosen] = -self.steps
-            chosen = max(ready, key=self._priorities.__getitem__)
-        return chosen
+        return self._schedule.choose(self, host)
 
     def _who_waits(self) -> list[str]:
-        told = [
-            f"host of rank {h.rank} waits for {h.waits_for or 'its turn'}"
-            for h in self.hosts
-            if not h.done
+        told = [f"rank {h.rank} has returned" for h in self.hosts if h.returned]
+        told += [
+            f"{h.name} waits for {h.waits_for or 'its turn'}" for h in self.hosts if not h.done
         ]
         return told + [waits for s in self.streams if (waits := s.waits_for())]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce.errors import CommunicationError, LayoutError
 from cupynccl_reduce.protocols import World
 
+from .choices import Chosen
 from .device import SimStream
 from .memory import MemoryCheck
 from .runtime import SimRuntime
-from .scheduler import Cancelled, Schedule, Scheduler
+from .scheduler import Cancelled, Scheduler
+from .schedules import SCHEDULES, Schedule, ScheduleName, make_schedule
 from .transport import Exchange, SimCommunicator, SimControl
 
 if TYPE_CHECKING:
@@ -19,9 +22,7 @@ if TYPE_CHECKING:
 
     from .sites import Wait
 
-__all__ = ["Simulation", "SimulationResult"]
-
-SCHEDULES = ("lazy", "eager", "random", "pct")
+__all__ = ["Simulation", "SimulationResult", "run_ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,14 @@ class SimulationResult:
     waits: tuple[Wait, ...]
     overlaps: int
 
+    @property
+    def unrecorded(self) -> tuple[Wait, ...]:
+        """The waits for events that had not been recorded by then: in CUDA too they are no-ops.
+
+        One that is not meant is a record that comes too late; `site` says who asked.
+        """
+        return tuple(wait for wait in self.waits if wait.recorded is None)
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -49,11 +58,12 @@ class Simulation:
         world_size: ranks, each a thread of which exactly one runs at a time.
         seed: decides whatever `schedule` leaves open.
         schedule: "lazy" runs device work as late as possible, "eager" as early, "random" chooses
-            among all that may run, "pct" follows random priorities with `depth - 1` changes.
+            among all that may run, "pct" follows random priorities with `depth - 1` changes. A
+            tuple of integers replays what `explore` found.
         depth: of "pct".
         drop_wait: leave out the wait_event with this number: an edge that is needed is then found.
-        check_declarations: run every pack and unpack a second time on memory that is scrambled
-            wherever it declares no access, and compare. Slow; for small workloads.
+        check_declarations: run every operation a second time on memory that is scrambled wherever
+            it declares no access, and compare. Slow; for small workloads.
 
     Raises:
         LayoutError: an argument that cannot work.
@@ -61,7 +71,7 @@ class Simulation:
 
     world_size: int
     seed: int = 0
-    schedule: Schedule = "random"
+    schedule: ScheduleName | tuple[int, ...] = "random"
     depth: int = 3
     drop_wait: int | None = None
     check_declarations: bool = False
@@ -76,65 +86,85 @@ class Simulation:
                 at_least = "" if least is None else f" >= {least}"
                 msg = f"{name} must be an integer{at_least}, not {value!r}"
                 raise LayoutError(msg)
-        if self.schedule not in SCHEDULES:
-            msg = f"schedule must be one of {SCHEDULES}, not {self.schedule!r}"
+        if isinstance(self.schedule, tuple):
+            known = all(isinstance(choice, int) and choice >= 0 for choice in self.schedule)
+        else:
+            known = self.schedule in SCHEDULES
+        if not known:
+            msg = (
+                f"schedule must be one of {SCHEDULES} or a tuple of integers >= 0, not "
+                f"{self.schedule!r}"
+            )
             raise LayoutError(msg)
 
     def run(self, function: Callable[[World], Any]) -> SimulationResult:
         """Run `function(world)` once per rank to the end; blocks.
 
-        Make arrays with `world.runtime.produce`, read results with `world.runtime.consume`.
+        Make arrays with `world.runtime.produce`, read results with `world.runtime.consume`, queue
+        kernels of your own with `world.runtime.queue`, start threads with `world.runtime.spawn`.
 
         Raises:
             RaceError, DeadlockError, MismatchError: what was found, with a line that replays it.
             DeclarationError: an operation that touches bytes which it does not declare.
             Whatever `function` raised first, otherwise.
         """
-        scheduler = Scheduler(self.world_size, self.seed, self.schedule, self.depth)
-        scheduler.dropped_wait = self.drop_wait
-        memory = MemoryCheck(scheduler) if self.check_declarations else None
-        exchange = Exchange(scheduler, self.world_size)
-        values: list[Any] = [None] * self.world_size
-        causes: list[BaseException] = []
-        freed: list[BaseException] = []
+        if isinstance(self.schedule, tuple):
+            return run_ranks(self, function, Chosen(self.schedule))
+        return run_ranks(self, function, make_schedule(self.schedule, self.seed, self.depth))
 
-        def body(rank: int) -> None:
-            try:
-                runtime = SimRuntime(scheduler, rank, memory)
-                stream = SimStream(scheduler, rank, "communication stream")
-                alone = self.world_size == 1
-                with World(
-                    rank,
-                    self.world_size,
-                    rank,
-                    runtime,
-                    SimCommunicator(exchange, rank),
-                    SimControl(exchange, rank),
-                    stream,
-                    stream if alone else SimStream(scheduler, rank, "copy stream"),
-                ) as world:
-                    values[rank] = function(world)
-            except Cancelled:
-                pass  # after a finding, or another rank's failure
-            except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
-                # Whoever meets what is found already, or is freed by another, is a consequence.
-                if scheduler.finding is None and not isinstance(error, CommunicationError):
-                    error.add_note(f"on rank {rank} of {self!r}")
-                    causes.append(error)
-                else:
-                    freed.append(error)
 
-        scheduler.run([lambda rank=rank: body(rank) for rank in range(self.world_size)])  # type: ignore[misc]
-        if causes:
-            raise causes[0]
-        if scheduler.finding is not None:
-            scheduler.finding.args = (f"{scheduler.finding}\n  replay: {self!r}.run(...)",)
-            raise scheduler.finding
-        if freed:
-            raise freed[0]
-        return SimulationResult(
-            values=values,
-            steps=scheduler.steps,
-            waits=tuple(scheduler.waits),
-            overlaps=scheduler.overlaps,
-        )
+def run_ranks(
+    simulation: Simulation, function: Callable[[World], Any], schedule: Schedule
+) -> SimulationResult:
+    """Run `function(world)` once per rank, in the order that `schedule` decides; blocks."""
+    world_size = simulation.world_size
+    scheduler = Scheduler(world_size, schedule)
+    scheduler.dropped_wait = simulation.drop_wait
+    scheduler.check = MemoryCheck() if simulation.check_declarations else None
+    exchange = Exchange(scheduler, world_size)
+    values: list[Any] = [None] * world_size
+    causes: list[BaseException] = []
+    freed: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            runtime = SimRuntime(scheduler, rank)
+            stream = SimStream(scheduler, rank, "communication stream")
+            with World(
+                rank,
+                world_size,
+                rank,
+                runtime,
+                SimCommunicator(exchange, rank),
+                SimControl(exchange, rank),
+                stream,
+                stream if world_size == 1 else SimStream(scheduler, rank, "copy stream"),
+            ) as world:
+                values[rank] = function(world)
+                runtime.join_all()
+                scheduler.host.returned = True
+        except Cancelled:
+            pass  # after a finding, or another rank's failure
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
+            # Whoever meets what is found already, or is freed by another, is a consequence.
+            if scheduler.finding is None and not isinstance(error, CommunicationError):
+                error.add_note(f"on rank {rank} of {simulation!r}")
+                causes.append(error)
+            else:
+                freed.append(error)
+
+    scheduler.run([partial(body, rank) for rank in range(world_size)])
+    if causes:
+        raise causes[0]
+    if scheduler.finding is not None:
+        told = f"{scheduler.finding}\n  replay: {simulation!r}.run(...)"
+        scheduler.finding.args = (told,)
+        raise scheduler.finding
+    if freed:
+        raise freed[0]
+    return SimulationResult(
+        values=values,
+        steps=scheduler.steps,
+        waits=tuple(scheduler.waits),
+        overlaps=scheduler.overlaps,
+    )

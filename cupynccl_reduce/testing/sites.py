@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from cupynccl_reduce.detector import Operation
 
 if TYPE_CHECKING:
-    from types import CodeType
+    from types import CodeType, FrameType
 
-__all__ = ["Site", "Wait", "call_site", "operation"]
+__all__ = ["Site", "Wait", "call_site", "in_library", "operation"]
 
 PACKAGE = __name__.partition(".")[0]
 TESTING = f"{PACKAGE}.testing"
-NO_CALLER = ("contextlib", "weakref")  # they stand between the engine and its caller
+NO_CALLER = ("contextlib", "threading", "weakref")  # they call the engine for somebody else
 _layers: dict[CodeType, int] = {}  # code -> 0 simulator, 1 engine, 2 in between, 3 caller
 
 
@@ -53,11 +53,13 @@ class Site:
 class Wait:
     """One wait_event: where it was asked for, and where its event was recorded.
 
+    `recorded` is None where the event had not been recorded by then: that waits for nothing, as in
+    CUDA. It may be meant (the first use of a buffer), or a record that comes too late.
     `known`: the stream knew that point already, so that leaving this wait out changes nothing.
     """
 
     site: Site
-    recorded: Site
+    recorded: Site | None
     known: bool
 
 
@@ -69,7 +71,7 @@ def call_site() -> Site:
         code = frame.f_code
         layer = _layers.get(code)
         if layer is None:
-            layer = _layers[code] = _layer(frame.f_globals.get("__name__", ""))
+            layer = _learn(frame)
         if layer == 3:  # noqa: PLR2004  # the caller
             return Site(engine, (code, frame.f_lineno))
         if layer == 1 and engine is None:
@@ -80,9 +82,25 @@ def call_site() -> Site:
     return Site(engine, None)
 
 
+def in_library() -> bool:
+    """Whether this thread is within a call of the engine."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # as above
+    while frame is not None:
+        layer = _layers.get(frame.f_code)
+        if (_learn(frame) if layer is None else layer) == 1:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def operation(kind: str, label: str) -> Operation:
     """Return a new operation that is asked for here."""
     return Operation(kind, label, call_site())
+
+
+def _learn(frame: FrameType) -> int:
+    layer = _layers[frame.f_code] = _layer(frame.f_globals.get("__name__", ""))
+    return layer
 
 
 def _layer(module: str) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce.communicators.fold import fold
 from cupynccl_reduce.errors import CommunicationError, MismatchError
 
+from .device import Point
 from .findings import DeclarationError
 from .memory import range_of, still
 from .sites import operation
@@ -26,22 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["Exchange", "SimCommunicator", "SimControl"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """One rank's part in one collective."""
 
     what: Operation
     signature: str
+    carries: str  # the bucket and parameters that were packed, or ""
     send: Array
     recv: Array
-    stream: SimStream
-    work: Work | None = None
-    done: bool = False
+    before: Point  # its place in its stream
+    work: Work
 
-    @property
-    def at_head(self) -> bool:
-        """Whether nothing is left before it on its stream."""
-        return bool(self.stream.work) and self.stream.work[0] is self.work
+
+@dataclass(slots=True, eq=False)
+class _Collective:
+    """What all ranks queued as number k: it runs once, when every stream has come to it."""
+
+    parts: dict[int, _Part] = field(default_factory=dict)
+    done: bool = False
 
 
 class Exchange:
@@ -51,19 +54,39 @@ class Exchange:
         self.scheduler = scheduler
         self.world_size = world_size
         self.aborted = False
-        self.parts: list[deque[_Part]] = [deque() for _ in range(world_size)]
         self.payloads: list[list[bytes]] = [[] for _ in range(world_size)]
+        self._queued: list[list[_Collective]] = [[] for _ in range(world_size)]
 
-    def may_run(self) -> bool:
-        """Whether every rank's next part is at the head of its stream."""
-        return all(parts and parts[0].at_head for parts in self.parts)
+    def next(self, rank: int) -> _Collective:
+        """Return the collective that `rank` queues next."""
+        number = len(self._queued[rank])
+        others = (queued[number] for queued in self._queued if len(queued) > number)
+        collective = next(others, None) or _Collective()
+        self._queued[rank].append(collective)
+        return collective
 
-    def take(self) -> list[_Part]:
-        """Take the next collective; report and raise MismatchError unless all parts are of one."""
-        parts = [parts.popleft() for parts in self.parts]
-        for part in parts:
-            part.done = True
-        if len({part.signature for part in parts}) > 1:
+    def add(self, collective: _Collective, rank: int, part: _Part) -> None:
+        """Add a rank's part; the last one to come says what the collective comes after."""
+        parts = collective.parts
+        parts[rank] = part
+        if len(parts) < self.world_size:
+            return
+        after = [one.before for one in parts.values()]
+        for former in self._queued[rank][-2:-1]:
+            # One after the other, also where a rank's are on several streams.
+            ends = [(former.parts[r].before, now.before.stream) for r, now in parts.items()]
+            after += [Point(p.stream, p.position + 1) for p, now in ends if p.stream is not now]
+        for one in parts.values():
+            one.work.after = tuple(after)
+
+    def run(self, collective: _Collective, run: Callable[[list[_Part]], None]) -> None:
+        """Run a collective for all ranks, unless a rank has; they must have queued the same."""
+        if collective.done:
+            return
+        collective.done = True
+        parts = [collective.parts[rank] for rank in range(self.world_size)]
+        carried = {part.carries for part in parts} - {""}
+        if len({part.signature for part in parts}) > 1 or len(carried) > 1:
             told = "\n  ".join(
                 f"rank {rank}: {part.what.kind} {part.what.label}, at {part.what.site}"
                 for rank, part in enumerate(parts)
@@ -71,11 +94,18 @@ class Exchange:
             error = MismatchError(f"ranks queued different collectives:\n  {told}")
             self.scheduler.report(error)
             raise error
-        return parts
+        check = self.scheduler.check
+        if check is None:
+            run(parts)
+            return
+        reads, writes = ([range_of(getattr(p, name)) for p in parts] for name in ("send", "recv"))
+        check.wrap(parts[0].what, lambda: run(parts), reads, writes)()
 
 
 class SimCommunicator:
     """protocols.Communicator: queues parts; the last rank to come to one runs it for all."""
+
+    direct_bytes = 0
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self.rank = rank
@@ -167,23 +197,21 @@ class SimCommunicator:
         self._check_in_place(kind, send, recv)
         # What it carries is part of what ranks must agree on: sizes of two buckets may be equal.
         packed = exchange.scheduler.detector.written_by(send.ctypes.data) if send.size else None
-        if packed is not None and packed.kind.startswith("pack"):
-            label = f"{label} with {packed.label}"
-        what = operation(kind, label)
-        part = _Part(what, f"{kind} {label}", still(send), still(recv), stream)
-
-        def run_once() -> None:
-            if not part.done:
-                run(exchange.take())
-
-        exchange.parts[self.rank].append(part)
-        part.work = stream.queue(
+        # (A gradient sent from where it lies has no name here, and may meet packed ones.)
+        carries = packed.label if packed is not None and packed.kind.startswith("pack") else ""
+        what = operation(kind, f"{label} with {carries}" if carries else label)
+        before = stream.end
+        collective = exchange.next(self.rank)
+        work = stream.queue(
             what,
-            run_once,
+            lambda: exchange.run(collective, run),
             reads=[range_of(send)],
             writes=[range_of(recv)],
-            ready=lambda: part.done or exchange.may_run(),
+            checked=False,  # not alone: `run` checks the parts of all ranks together
         )
+        work.after = None
+        part = _Part(what, f"{kind} {label}", carries, still(send), still(recv), before, work)
+        exchange.add(collective, self.rank, part)
         exchange.scheduler.step()
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce import World
 
-__all__ = ["laws"]
+__all__ = ["folded", "laws"]
 
 DTYPES = (*FLOATS, *INTEGERS)
 NUMELS = (1, 7, 1000)
-LONG = 33_000  # longer than a tile
+LONG = 33_000  # many pieces, where calls are cut
 ROUNDS = 30
 
 _laws: dict[str, Callable[[World], None]] = {}
@@ -180,6 +180,28 @@ def group(world: World) -> None:
     assert_same(gathered.get(), np.concatenate(rows))
 
 
+@_law("a group of long sums, in place and apart")
+def group_of_sums(world: World) -> None:
+    runtime, communicator = world.runtime, world.communicator
+    lengths = (LONG, 7, LONG + 1, 1000)
+    for op in ("sum", "avg"):
+        keys = [(op, index) for index in range(len(lengths))]
+        totals = [numel * world.world_size for numel in lengths]
+        sent = [values(k, world.rank, t, "float32") for k, t in zip(keys, totals, strict=True)]
+        sends = [put(runtime, array, "float32") for array in sent]
+        recvs = [empty(runtime, numel, "float32") for numel in lengths]
+        with communicator.group():
+            for index, (send, numel) in enumerate(zip(sends, lengths, strict=True)):
+                recv = row(world, send, numel) if index % 2 else recvs[index].array
+                communicator.reduce_scatter(send.array, recv, "float32", op, world.stream)
+        world.stream.synchronize()
+        for index, (key, numel) in enumerate(zip(keys, lengths, strict=True)):
+            mine = slice(world.rank * numel, (world.rank + 1) * numel)
+            expected = summed(world, key, totals[index], "float32", op)[mine]
+            got = sends[index].get()[mine] if index % 2 else recvs[index].get()
+            assert_same(got, expected)
+
+
 @_law("collectives of no elements")
 def nothing(world: World) -> None:
     communicator, stream = world.communicator, world.stream
@@ -262,16 +284,19 @@ def both_channels(world: World) -> None:
     assert set(buffer.get().tolist()) == {1.0}
 
 
-def _fold(rows: list[np.ndarray], dtype: str, op: str) -> np.ndarray:
-    """The sum in rank order: each step rounded to fp32 (fp64 for float64), the end to `dtype`."""
+def folded(rows: list[np.ndarray], dtype: str, op: str) -> np.ndarray:
+    """Return the sum in rank order: each step rounded to fp32 (fp64), the end to `dtype`.
+
+    A mean of 2, 4, 8, ... rows divides each of them first, of others the sum.
+    """
     step = "float64" if dtype == "float64" else "float32"
+    count = len(rows) if op == "avg" else 1
+    before, after = (count, 1) if count & (count - 1) == 0 else (1, count)
     with np.errstate(all="ignore"):
-        total = rows[0].astype(np.float64)
-        for part in rows[1:]:
-            total = rounded(total + part.astype(np.float64), step)
-        if op == "avg":
-            total = rounded(total / len(rows), step)
-        return rounded(total, dtype).astype(numpy_dtype(dtype))
+        total, *terms = (rounded(row.astype(np.float64) / before, step) for row in rows)
+        for term in terms:
+            total = rounded(total + term, step)
+        return rounded(rounded(total / after, step), dtype).astype(numpy_dtype(dtype))
 
 
 @_each("sums are in rank order, in fp32, and rounded once", FLOATS, host=True)
@@ -283,7 +308,7 @@ def order(world: World, dtype: str) -> None:
                 for r in range(world.world_size)
             ]
             sends = [rounded(r, dtype).astype(numpy_dtype(dtype)) for r in rows]
-            expected = _fold(sends, dtype, op)
+            expected = folded(sends, dtype, op)
             send = put(world.runtime, sends[world.rank], dtype)
             recv = empty(world.runtime, numel, dtype)
             total = empty(world.runtime, numel * world.world_size, dtype)
@@ -322,7 +347,7 @@ def not_finite(world: World, dtype: str) -> None:
         peer = sent.copy()
         peer[1] = np.inf if rank % 2 == 0 else -np.inf
         rows.append(peer)
-    assert_same(buffer.get(), _fold(rows, dtype, "sum"))
+    assert_same(buffer.get(), folded(rows, dtype, "sum"))
 
 
 @_law("one rank alone gets its own bits back", host=True)

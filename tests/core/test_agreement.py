@@ -12,21 +12,37 @@ from cupynccl_reduce.errors import LayoutError, MismatchError, ReduceError
 from cupynccl_reduce.meeting import Meeting
 
 
-def told(*entries: list[str] | ReduceError) -> list[ReduceError | None]:
+class Counted(LocalControl):
+    """Counts the bytes that one rank sends."""
+
+    sent = 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self.sent += len(payload)
+        return super().all_gather(payload)
+
+
+def told(
+    *entries: list[str] | ReduceError, sent: list[int] | None = None
+) -> list[ReduceError | None]:
     """Return what each rank raises when each gives its own entries, or refuses."""
     meeting = Meeting(len(entries))
+    controls = [Counted(meeting, rank) for rank in range(len(entries))]
 
     def ask(rank: int) -> ReduceError | None:
         mine = entries[rank]
         refused = mine if isinstance(mine, ReduceError) else None
         try:
-            agree(LocalControl(meeting, rank), "things", [] if refused else mine, refused=refused)
+            agree(controls[rank], "things", [] if refused else mine, refused=refused)
         except ReduceError as error:
             return error
         return None
 
     with ThreadPoolExecutor(len(entries)) as ranks:
-        return list(ranks.map(ask, range(len(entries))))
+        errors = list(ranks.map(ask, range(len(entries))))
+    if sent is not None:
+        sent += [control.sent for control in controls]
+    return errors
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -39,6 +55,27 @@ def test_every_rank_is_told_the_first_difference_with_all_values() -> None:
     for error in errors:
         assert type(error) is MismatchError
         assert "things, first at entry 1: ranks 0, 2: b; rank 1: x; rank 3: z." in str(error)
+
+
+@pytest.mark.parametrize("place", [0, 1, 4_998, 4_999])
+def test_few_bytes_travel_however_many_entries_there_are(place: int) -> None:
+    entries = [f"entry {i}" for i in range(5_000)]
+    others = entries.copy()
+    others[place] = "another"
+    equal: list[int] = []
+    assert told(entries, entries.copy(), entries, sent=equal) == [None] * 3
+    assert equal == [16] * 3  # one digest
+    different: list[int] = []
+    for error in told(entries, others, entries, sent=different):
+        assert type(error) is MismatchError
+        assert f"entry {place}: ranks 0, 2: entry {place}; rank 1: another." in str(error)
+    assert max(different) < 400
+
+
+def test_an_empty_entry_is_not_the_same_as_none() -> None:
+    for error in told(["a"], ["a", ""]):
+        assert type(error) is MismatchError
+        assert "entry 1: rank 0: (nothing); rank 1: ." in str(error)
 
 
 @pytest.mark.parametrize("entries", [(["a", "b"], ["a"]), (["a"], ["a", "b"])])

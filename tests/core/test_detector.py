@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -175,6 +175,23 @@ def test_the_text_shows_both_operations_sites_and_bytes() -> None:
         "  later   read : read of x on b, at here.py:1\n"
         "  b never waited for that point of a"
     )
+
+
+def test_the_text_names_the_bytes_that_both_touch() -> None:
+    detector, one, two, block = lanes_and_block()
+    detector.name(64, 8, "p")
+    detector.name(72, 8, "q")
+    detector.name(80, 16, "r")
+    detector.name(72, 8, "s")  # the same bytes, used again
+    detector.name(80, 0, "empty")
+    detector.name(4096, 8, "nobody's")
+    detector.access(begin(detector, one), 64, 32, write=True)
+    for start, nbytes, names in ((68, 4, "p"), (68, 8, "p, s"), (79, 2, "s, r")):
+        conflict = detector.access(begin(detector, two), start, nbytes, write=False)
+        assert conflict is not None
+        first = replace(conflict, start=start - 64, stop=start - 64 + nbytes)
+        assert detector.tell(first).splitlines()[0].endswith(f" of block: {names}")
+    assert block.names.keys() == {(0, 8), (8, 16), (16, 32)}
 
 
 def test_memory_given_back_is_nobodys_even_in_order() -> None:

@@ -233,3 +233,21 @@ def test_nothing_is_sent_at_one_rank() -> None:
         for spec in SIX:
             policy.arrive(spec.name)
         assert not any(launch.calls for launch in [*policy.due(), *policy.finish()])
+
+
+def test_a_direct_gradient_is_one_more_call_and_all_rows_are_unpacked_together() -> None:
+    specs = [ParamSpec("a", (8,), "float32"), ParamSpec("b", (3,), "float32")]
+    (layout,) = plan_buckets(specs, world_size=2, bucket_bytes=64, direct_bytes=32)
+    assert layout.names == ("b", "a")  # what may be sent from its place comes last
+    policy = Planned([layout], straight=lambda _: False, world_size=2, max_buffers=2)
+    (launch,) = (policy.begin(accumulate=False), *policy.finish())[1:]
+    packed, direct = launch.pack
+    assert launch.calls == launch.pack
+    assert [part.layout.names for part in launch.pack] == [("b",), ("a",)]
+    assert [part.direct for part in launch.pack] == [False, True]
+    # Two matrices of 2 x 4 elements each, then their rows of 16 bytes, side by side.
+    assert (packed.offset, packed.row) == (0, 64)
+    assert (direct.offset, direct.row) == (32, 80)
+    (whole,) = launch.unpack
+    assert (whole.layout, whole.row) == (layout, 64)
+    assert policy.buffer_bytes == (96,)

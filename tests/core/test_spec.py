@@ -28,6 +28,14 @@ def test_default_dtypes(dtype: str, wire: str, shard: str) -> None:
     assert spec.is_float == (dtype in FLOATS)
 
 
+@pytest.mark.parametrize("uses", ["once", "many"])
+def test_a_repr_is_what_makes_the_same_parameter(uses: Any) -> None:
+    for shape in ((), (3,), (2, 3)):
+        spec = ParamSpec("a 'name'", shape, "bfloat16", reduce_dtype="float32", uses=uses)
+        assert eval(repr(spec)) == spec  # noqa: S307  # written two lines above
+        assert all(repr(value) in repr(spec) for value in (spec.name, shape, "float32", uses))
+
+
 def test_every_dtype_is_known() -> None:
     assert set(DTYPES) == {*FLOATS, *INTEGERS}
 

@@ -205,6 +205,8 @@ def test_b7_flushing_an_empty_bucket_does_nothing(
 class Spy:
     """A communicator that notes what is asked of another."""
 
+    direct_bytes = 0
+
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
         self.sent: list[tuple[str, int]] = []  # method, elements of send

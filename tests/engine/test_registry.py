@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import bucket_sizes, interval, params
 
-from cupynccl_reduce import ParamSpec, Reducer, Registry, plan_buckets, run_local
-
-if TYPE_CHECKING:
-    from cupynccl_reduce import World
+from cupynccl_reduce import ParamSpec, Reducer, Registry, World, plan_buckets, run_local
+from cupynccl_reduce.runtimes.host import HostRuntime
 
 
 @given(params(), bucket_sizes, st.integers(1, 4))
@@ -97,3 +96,61 @@ def test_statistics_count_what_was_done() -> None:
             assert statistics.in_flight == 0
 
     run_local(2, count)
+
+
+class Weighed(HostRuntime):
+    """Counts the bytes of arenas and send buffers: those grow with padding, as they must."""
+
+    allocated = 0
+
+    def allocate(self, nbytes: int, **options: Any) -> Any:
+        array = super().allocate(nbytes, **options)
+        self.allocated += array.base.nbytes
+        return array
+
+
+class Peers:
+    """Communicator and side channel of one rank whose peers all do as it does."""
+
+    direct_bytes = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size = world_size - 1, world_size
+        self.sent: list[int] = []
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self.sent.append(len(payload))
+        return [payload] * self.world_size
+
+    def close(self) -> None:
+        pass
+
+
+def build(specs: list[ParamSpec], world_size: int) -> tuple[int, list[int]]:
+    """Build a registry and a reducer as the last of `world_size` ranks.
+
+    Return the peak of Python's memory, without arena and send buffers, and the bytes of each
+    message to the peers.
+    """
+    runtime, peers = Weighed(), Peers(world_size)
+    streams = runtime.stream(), runtime.stream()
+    with World(peers.rank, world_size, 0, runtime, peers, peers, *streams) as world:
+        tracemalloc.start()
+        try:
+            registry = Registry(specs, world, bucket_bytes=1 << 20)
+            with Reducer(registry, op="sum"):
+                peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert len(registry) == len(specs)
+    return peak - runtime.allocated, peers.sent
+
+
+def test_a_registry_of_many_parameters_is_small_in_a_world_of_any_size() -> None:
+    shapes = [(64, 64), (64,), (3, 5), (4096,)]
+    specs = [ParamSpec(f"layer.{i}.weight", shapes[i % 4], "bfloat16") for i in range(10_000)]
+    build(specs[:10], 2)  # what is made once in a process
+    (few, messages), (many, same) = (build(specs, world_size) for world_size in (8, 4096))
+    assert few < 3_000 * len(specs)  # so 100,000 parameters take less than 300 MB
+    assert many < 1.02 * few
+    assert messages == same == [16, 16]  # digests of the parameters and of the options

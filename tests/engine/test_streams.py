@@ -80,6 +80,8 @@ def test_the_padding_on_the_wire_is_always_zero(max_buffers: int, policy: str) -
     params = [ParamSpec(f"p{n}", (n,), "float32") for n in (1, 64, 7, 3, 30, 2)]
 
     class Spy:
+        direct_bytes = 0
+
         def __init__(self, communicator: Any) -> None:
             self.group = communicator.group
             self.abort = communicator.abort

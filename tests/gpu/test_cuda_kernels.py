@@ -376,4 +376,4 @@ def test_more_elements_than_a_32_bit_index(runtime: CudaRuntime, stream: Any) ->
             assert bool((target[at : at + stop - start] == source[start:stop].view("u1")).all())
         assert bool((back == source.view("u1")).all())
         del target, back, outs
-        runtime._pool.free_all_blocks()
+        runtime._pools.memory.free_all_blocks()

@@ -63,6 +63,7 @@ class Allocations(cupy.cuda.MemoryHook):
         self.count += 1
 
 
+@pytest.mark.pool
 def test_hot_path_neither_allocates_nor_waits(runtime: CudaRuntime) -> None:
     stream = runtime.stream()
     matrix, _arrays, views, target = two_segments(runtime, stream)
@@ -174,6 +175,7 @@ def test_bfloat16_views(runtime: CudaRuntime) -> None:
     assert runtime.read(view, cupy.cuda.Stream.null).dtype == "bfloat16"
 
 
+@pytest.mark.pool
 def test_close_returns_the_memory() -> None:
     free = []
     for _ in range(10):
@@ -183,7 +185,7 @@ def test_close_returns_the_memory() -> None:
         del block
         runtime.close()
         runtime.close()
-        assert runtime._pool.total_bytes() == 0
+        assert runtime._pools.memory.total_bytes() == 0
         free.append(cupy.cuda.runtime.memGetInfo()[0])
         with pytest.raises(ProtocolError, match="closed"):
             runtime.allocate(1)

@@ -64,6 +64,16 @@ def test_every_check_holds_on_every_rank(program: str, ranks: int) -> None:
             assert f"OK {name} rank {rank}" in result.stdout
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cuda_graph_holds_a_whole_step(ranks: int) -> None:
+    result = start(ranks, str(PROGRAMS / "graphs.py"))
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout
+    for name in re.findall(r"@check\ndef (\w+)", (PROGRAMS / "graphs.py").read_text()):
+        for rank in range(ranks):
+            assert f"OK {name} rank {rank}" in result.stdout
+
+
 def test_means_are_exact_at_8_ranks() -> None:
     result = start(8, str(PROGRAMS / "ranks.py"), "values_are_exact")
     print(result.stdout)

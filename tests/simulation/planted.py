@@ -34,12 +34,14 @@ from simulation.programs import (
     Program,
     eight_buckets,
     growing_gather,
+    hooks,
     host_reads,
     reader_of_a_closed_reducer,
 )
 from simulation.workloads import Cycle, Workload
 
 from cupynccl_reduce import ParamSpec, Reducer
+from cupynccl_reduce.buffers import SendBuffer
 from cupynccl_reduce.intake import Intake
 from cupynccl_reduce.pipeline import Pipeline
 from cupynccl_reduce.policies import Arrival, Planned
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["PLANTED", "WORKLOADS", "Planted"]
 
 FLOATS = tuple(ParamSpec(f"p{i}", (n,), "float32") for i, n in enumerate((3, 4, 5, 6, 7, 2)))
+LARGE = tuple(ParamSpec(f"p{i}", (n,), "float32") for i, n in enumerate((8, 3, 16, 24)))
 CAST = tuple(replace(spec, shard_dtype="float64") for spec in FLOATS)
 MANY = tuple(replace(spec, uses="many") for spec in FLOATS)
 SIDE = (Cycle(readers=2, backwards=2), Cycle(readers=1, late=True), Cycle(readers=1))
@@ -69,6 +72,16 @@ WORKLOADS: dict[str, Workload | Program] = {
     "planned": BASE,
     "arrival": replace(BASE, options=ARRIVAL),
     "cast": replace(BASE, params=CAST),
+    "direct": replace(BASE, params=LARGE, bucket_bytes=80, direct_bytes=32),
+    "direct, cast": replace(
+        BASE,
+        params=tuple(replace(spec, shard_dtype="float64") for spec in LARGE),
+        bucket_bytes=80,
+        direct_bytes=32,
+    ),
+    "direct, reuse": replace(
+        BASE, params=LARGE, bucket_bytes=80, direct_bytes=32, habits=("reuse",)
+    ),
     "one rank": replace(BASE, world_size=1),
     "one producer": replace(BASE, producers=0),
     "many": replace(BASE, params=MANY),
@@ -81,6 +94,7 @@ WORKLOADS: dict[str, Workload | Program] = {
     "gather parameters": replace(BASE, cycles=tuple(Cycle(gather="parameters") for _ in "ab")),
     "closing": replace(BASE, cycles=(Cycle(after="close"), Cycle(after="rebuild"), Cycle())),
     "host reads": Program(host_reads),
+    "hooks": Program(hooks),
     "growing gather": Program(growing_gather),
     "eight buckets": Program(eight_buckets),
     "reader of a closed reducer": Program(reader_of_a_closed_reducer),
@@ -173,11 +187,11 @@ def _wait_before_record(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hold_back_last_reader(self: Pipeline) -> None:
-    events = list(self._readers.values())
+    event = self._runtime.event()
     for stream in self._readers:
-        events[0].record(stream)
-    for _ in events:
-        self._world.stream.wait_event(events[0])
+        event.record(stream)
+    for _ in self._readers:
+        self._world.stream.wait_event(event)
     self._readers.clear()
 
 
@@ -230,10 +244,36 @@ def _gather_packs_elsewhere(patch: pytest.MonkeyPatch) -> None:
     around(patch, SimPack, "__call__", queue)
 
 
+def _count_packed_as_read(_: Pipeline, buffer: SendBuffer, *_more: Any) -> None:
+    buffer.read = buffer.packed
+
+
+def _rows_overlap(patch: pytest.MonkeyPatch) -> None:
+    def row(original: Any, self: SendBuffer, part: Any) -> Any:
+        return original(self, replace(part, row=part.row - 16) if part.direct else part)
+
+    around(patch, SendBuffer, "row", row)
+
+
 EDGES = [
-    Planted("no producer->copy wait", lambda p: skip_waits(p, "_pack"), "planned", "race"),
-    Planted("no producer->copy wait", lambda p: skip_waits(p, "_pack"), "arrival", "race"),
-    Planted("no producer->copy wait", lambda p: skip_waits(p, "_pack"), "one rank", "race"),
+    Planted("no producer->copy wait", lambda p: skip_waits(p, "_follow"), "planned", "race"),
+    Planted("no producer->copy wait", lambda p: skip_waits(p, "_follow"), "arrival", "race"),
+    Planted("no producer->copy wait", lambda p: skip_waits(p, "_follow"), "one rank", "race"),
+    Planted("no producer->copy wait", lambda p: skip_waits(p, "_follow"), "hooks", "race"),
+    Planted("no producer->copy wait", lambda p: skip_waits(p, "_follow"), "direct", "race"),
+    Planted("no pack->collective wait", lambda p: skip_waits(p, "_send"), "direct", "race"),
+    Planted(
+        "row of a direct gradient received where the next lies",
+        _rows_overlap,
+        "direct, cast",
+        "bytes",
+    ),
+    Planted(
+        "a direct gradient written again once the packs are done",
+        _after(Pipeline, "_send", _count_packed_as_read),
+        "direct, reuse",
+        "race",
+    ),
     Planted(
         "one of two producers waited", _mark_only(lambda v, s: v[-1].stream), "planned", "race"
     ),
@@ -245,7 +285,7 @@ EDGES = [
     ),
     Planted(
         "producer wait on the communication stream",
-        lambda p: redirect_waits(p, "_pack", COMMUNICATION),
+        lambda p: redirect_waits(p, "_follow", COMMUNICATION),
         "planned",
         "race",
     ),
@@ -398,6 +438,22 @@ def _replace_bucket(self: Pipeline, buffer: Any) -> None:
     buffer.views.clear()
 
 
+def _release_for_this_thread(patch: pytest.MonkeyPatch) -> None:
+    """Let the thread that drops a source wait, not the stream whose arena takes it back."""
+    runtimes: list[SimRuntime] = []
+
+    def release(original: Any, self: Pipeline, buffer: Any) -> None:
+        runtimes.append(self._runtime)
+        original(self, buffer)
+        runtimes.pop()
+
+    def wait_event(original: Any, stream: SimStream, event: SimEvent) -> None:
+        original(runtimes[-1].adopt(None) if asked_by("_release") else stream, event)
+
+    around(patch, Pipeline, "_release", release)
+    around(patch, SimStream, "wait_event", wait_event)
+
+
 def _drop_on_exception(self: Reducer, error: Any) -> None:
     if error is not None:
         _release_unread(self._pipeline)
@@ -422,6 +478,12 @@ LIFETIME = [
     ),
     Planted(
         "gradient freed after enqueue", _after(Pipeline, "_pack", _drop_packed), "one rank", "race"
+    ),
+    Planted(
+        "direct gradient freed after the packs of its bucket",
+        _after(Pipeline, "_send", _count_packed_as_read),
+        "direct",
+        "race",
     ),
     Planted(
         "gradient freed after its producer's event",
@@ -462,6 +524,9 @@ LIFETIME = [
         lambda p: redirect_waits(p, "_release", CALLER),
         "planned",
         "race",
+    ),
+    Planted(
+        "free on another thread's arena", _release_for_this_thread, "hooks", "race", needs_no=True
     ),
     Planted(
         "the gather's scratch replaced in flight",
@@ -554,13 +619,12 @@ def _off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _row_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    def view(original: Any, self: Pipeline, buffer: Any, part: Any) -> Any:
-        matrix, own = original(self, buffer, part)
-        itemsize, start = own.itemsize, own.ctypes.data - buffer.array.ctypes.data
-        start -= itemsize if self._world.rank else 0
-        return matrix, buffer.array[start : start + own.nbytes].view(own.dtype)
+    def row(original: Any, self: SendBuffer, part: Any) -> Any:
+        own = original(self, part)
+        start = own.ctypes.data - self.array.ctypes.data - (own.itemsize if self.rank else 0)
+        return self.array[start : start + own.nbytes].view(own.dtype)
 
-    around(patch, Pipeline, "_views", view)
+    around(patch, SendBuffer, "row", row)
 
 
 def _by_rank(patch: pytest.MonkeyPatch) -> None:

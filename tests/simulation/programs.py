@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "eight_buckets",
     "gather_for_another_stream",
     "growing_gather",
+    "hooks",
     "host_reads",
     "reader_of_a_closed_reducer",
 ]
@@ -106,6 +108,30 @@ def eight_buckets(world: World) -> None:
                     alive = runtime.alive("a gradient")
                     assert alive <= 3, f"memory: {alive} gradients are alive"
             reducer.wait()
+
+
+def hooks(world: World, *, threads: int = 1) -> None:
+    """Hand gradients over on other threads, as torch's autograd does; with 0, on this one."""
+    runtime: Any = world.runtime
+    registry = Registry(_params(*[4] * 6), world, bucket_bytes=16)
+    names = list(reversed(registry))
+    with Reducer(registry, op="sum") as reducer:
+
+        def hand_over(first: int) -> None:
+            for name in names[first :: max(threads, 1)]:
+                reducer.reduce_grad(name, runtime.produce(np.full(4, world.rank + 1), "float32"))
+
+        for _ in range(2):
+            with reducer.backward():
+                others = [runtime.spawn(partial(hand_over, first)) for first in range(threads)]
+                if not threads:
+                    hand_over(0)
+                for other in others:
+                    other.join()
+            for shard in reducer.wait().values():
+                runtime.adopt(None).synchronize()
+                total = world.world_size * (world.world_size + 1) // 2
+                assert (runtime.peek(shard) == total).all(), "bytes"
 
 
 def reader_of_a_closed_reducer(world: World) -> None:

@@ -40,7 +40,7 @@ RUNS = {
 # is needed in another of RUNS.
 UNNEEDED_SOMEWHERE = {
     "_prepare": "the first pack waits for the caller too, unless it hands over no gradient",
-    "read": "a later pack waits for that producer, whose marks come after this one",
+    "read_alike": "a later pack waits for that producer, whose marks come after this one",
     "wait": "this stream waits again, in gather() or in a second wait(), before it reads",
     "_hold_back_writers": "the gather has waited for that reader, or nothing is written again",
     "_release": "the producer's next wait comes before its allocator uses the memory",

@@ -93,16 +93,65 @@ def test_a_race_shows_operations_sites_bytes_bucket_and_parameters(
     assert "never waited for that point of copy stream" in lines[3]
 
 
+def test_a_race_tells_whose_gradient_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(world: World) -> None:
+        runtime: Any = world.runtime
+        registry = Registry([ParamSpec(n, (4,), "float32") for n in "pqr"], world)
+        both = runtime.produce(np.ones(8), "float32")
+        side, produced = runtime.stream(), runtime.event()
+        produced.record(runtime.adopt(None))
+        side.wait_event(produced)
+        with Reducer(registry) as reducer:
+            with reducer.backward():
+                reducer.reduce_grad("r", runtime.produce(np.ones(4), "float32"))
+                reducer.reduce_grad("q", both[:4])
+                reducer.reduce_grad("p", both[4:])
+            with runtime.use(side):
+                runtime.overwrite(both[4:], np.zeros(4))  # the pack may still read it
+
+    text = text_of(work, RaceError, world_size=2, schedule="lazy")
+    head, earlier, later, *_ = text.splitlines()
+    assert head.startswith("race on bytes 16 to 32 of a gradient ")
+    assert head.endswith(" (32 bytes): p")
+    assert "read : pack of bucket 0 (r, q, p) on copy stream" in earlier
+    assert "write: user's write of an array on side stream" in later
+    skip_waits(monkeypatch, "_follow")
+    assert text_of(one_step, RaceError, world_size=1).splitlines()[0].endswith(" (32 bytes): p")
+
+
 def test_a_rank_that_misses_a_backward_is_a_deadlock_that_says_who_waits() -> None:
     def work(world: World) -> None:
         one_step(world, backwards=2 - world.rank)
 
     text = text_of(work, DeadlockError, world_size=2, schedule="lazy")
     assert text.startswith("deadlock: nothing can run")
+    assert "rank 1 has returned" in text
+    assert "rank 0 has" not in text
     assert "host of rank 0 waits for the event recorded at pipeline.py:" in text
     assert "communication stream of rank 0 waits with reduce_scatter sum of 4 float32" in text
     assert "with bucket 0 (p), asked for at pipeline.py:" in text
     assert "replay: Simulation(world_size=2" in text
+
+
+def test_a_deadlock_names_the_rank_that_has_returned() -> None:
+    def work(world: World) -> None:
+        if world.rank != 1:
+            world.control.all_gather(b"")
+
+    for schedule in SCHEDULES:
+        lines = text_of(work, DeadlockError, world_size=3, schedule=schedule).splitlines()
+        assert [line for line in lines if "returned" in line] == ["  rank 1 has returned"]
+
+    kept = []
+
+    def close(world: World) -> None:  # returns, and then waits for its collective
+        if world.rank == 0:
+            kept.append(memory := world.runtime.allocate(2))
+            world.communicator.all_reduce(memory, memory, "uint8", "sum", world.stream)
+
+    lines = text_of(close, DeadlockError, world_size=2, schedule="lazy").splitlines()
+    assert lines[1:3] == ["  rank 0 has returned", "  rank 1 has returned"]
+    assert "host of rank 0 waits for the event recorded at protocols.py:" in lines[3]
 
 
 def test_hosts_that_wait_for_each_other_are_a_deadlock() -> None:
@@ -220,6 +269,27 @@ def test_a_stream_must_be_a_simulated_one() -> None:
     Simulation(1).run(work)
 
 
+def test_waits_for_what_was_never_recorded_are_listed() -> None:
+    def work(world: World) -> None:
+        runtime: Any = world.runtime
+        one_step(world)
+        event, stream = runtime.event(), runtime.adopt(None)
+        stream.wait_event(event)  # too early
+        event.record(stream)
+        stream.wait_event(event)
+
+    for schedule in SCHEDULES:
+        result = Simulation(2, schedule=schedule).run(work)
+        mine = [wait for wait in result.unrecorded if not wait.site.in_engine]
+        assert len(mine) == 2  # one on each rank
+        assert all("test_simulator.py:" in str(wait.site) and wait.known for wait in mine)
+        assert sum(not wait.site.in_engine for wait in result.waits) == 4
+        numbers = [number for number, wait in enumerate(result.waits) if wait in mine]
+        for number in numbers:  # dropping one changes nothing
+            again = Simulation(2, schedule=schedule, drop_wait=number).run(work)
+            assert list(map(str, again.waits)) == list(map(str, result.waits))
+
+
 def test_host_accesses_need_a_synchronize() -> None:
     def work(world: World, *, wait: bool) -> Any:
         runtime: Any = world.runtime
@@ -267,6 +337,9 @@ def test_a_query_orders_the_host_only_when_it_says_yes() -> None:
         {"world_size": True},
         {"world_size": 1.0},
         {"world_size": 1, "schedule": "fast"},
+        {"world_size": 1, "schedule": (0, -1)},
+        {"world_size": 1, "schedule": ("lazy",)},
+        {"world_size": 1, "schedule": [0]},
         {"world_size": 1, "depth": 0},
         {"world_size": 1, "drop_wait": -1},
         {"world_size": 1, "drop_wait": "first"},
@@ -312,3 +385,71 @@ def test_a_read_of_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(WORKLOADS["cast"].run, DeclarationError, world_size=2, check_declarations=True)
     assert "unpack of bucket" in text
     assert "reads bytes that it does not declare" in text
+
+
+def test_a_users_kernel_is_held_to_what_it_declares() -> None:
+    def work(world: World, *, reads: int, writes: int, kernel: Any) -> Any:
+        runtime: Any = world.runtime
+        source, target = runtime.produce([1, 2, 3], "int32"), runtime.produce([7, 7, 7], "int32")
+
+        def run(*_: Any) -> Any:
+            return kernel(source, target)
+
+        reading = runtime.queue("kernel", run, reads=[source[:reads]], writes=[target[:writes]])
+        runtime.adopt(None).synchronize()
+        return reading.value, runtime.peek(target).tolist()
+
+    def double(source: Any, target: Any) -> None:
+        np.multiply(source, 2, out=target)
+
+    def total(source: Any, target: Any) -> Any:
+        return source.sum()
+
+    def run(kernel: Any, reads: int, writes: int) -> Any:
+        simulation = Simulation(1, schedule="eager", check_declarations=True)
+        return simulation.run(lambda w: work(w, reads=reads, writes=writes, kernel=kernel)).values[
+            0
+        ]
+
+    assert run(double, 3, 3) == (None, [2, 4, 6])
+    assert run(total, 3, 0) == (6, [7, 7, 7])
+    for kernel, reads, writes, verb in (
+        (double, 2, 3, "reads"),
+        (double, 3, 2, "writes"),
+        (total, 2, 0, "reads"),
+    ):
+        with pytest.raises(DeclarationError, match=f"user's kernel, at .*, {verb} bytes that it"):
+            run(kernel, reads, writes)
+
+
+def test_a_users_kernel_keeps_nothing_alive() -> None:
+    def work(world: World) -> Any:
+        runtime: Any = world.runtime
+        array = runtime.produce([1, 2], "int32")
+        reading = runtime.queue("sum", lambda a: int(a.sum()), reads=[array])
+        del array
+        assert runtime.alive("a gradient") == 0
+        return reading
+
+    assert [r.value for r in Simulation(1, schedule="lazy").run(work).values] == [3]
+
+
+def test_collectives_are_held_to_what_they_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(world: World) -> Any:
+        runtime: Any = world.runtime
+        with runtime.use(world.stream):
+            send, recv = runtime.produce([1, 2, 3, 4], "int32"), runtime.produce([5, 6, 7], "int32")
+            world.communicator.reduce_scatter(send, recv[:2], "int32", "sum", world.stream)
+            return runtime.consume(recv)
+
+    def fold(sends: Any, out: Any, *_: Any) -> None:
+        out[...] = sum(sends)
+        memory = (ctypes.c_int32 * 1).from_address(sends[0].ctypes.data)
+        memory[0] += 1  # a send buffer is only read
+
+    values = Simulation(2, check_declarations=True).run(work).values
+    assert [v.value.tolist() for v in values] == [[2, 4, 7], [6, 8, 7]]
+    monkeypatch.setattr("cupynccl_reduce.testing.transport.fold", fold)
+    text = text_of(work, DeclarationError, world_size=2, check_declarations=True)
+    assert "reduce_scatter sum of 2 int32, at test_simulator.py:" in text
+    assert "writes bytes that it does not declare" in text

@@ -65,6 +65,7 @@ class Workload:
     brought: tuple[str, ...] = ()
     absent: float = 0.0  # how likely a gradient is missing or skipped
     flushes: bool = False
+    direct_bytes: int = 0
     seed: int = 0
 
     @property
@@ -165,6 +166,7 @@ class _Rank:
             if spec.name in work.brought:
                 mine = interval(np.full(spec.shape, 77), self.world.rank, work.world_size)
                 brought[spec.name] = self.runtime.produce(mine, spec.shard_dtype)
+        self.world.communicator.direct_bytes = work.direct_bytes
         self.registry = Registry(
             work.params, self.world, bucket_bytes=work.bucket_bytes, shards=brought
         )
@@ -284,7 +286,7 @@ def draw(seed: int, *, world_size: int = 0) -> Workload:
     params = tuple(
         ParamSpec(
             f"p{i}",
-            (rng.choice((0, 1, 2, 3, 4, 5, 7, 8, 12)),),
+            (rng.choice((0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 24)),),
             uses=rng.choice(("once", "once", "once", "many")),
             **rng.choice(dtypes),
         )
@@ -326,6 +328,7 @@ def draw(seed: int, *, world_size: int = 0) -> Workload:
         brought=tuple(s.name for s in params if rng.random() < rng.choice((0.0, 0.0, 0.4))),
         absent=rng.choice((0.0, 0.2, 0.4)),
         flushes=rng.random() < 0.2,
+        direct_bytes=rng.choice((0, 0, 16)),
         seed=seed,
     )
 
