@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce import __version__
 from cupynccl_reduce.errors import LayoutError, ReduceError
+
+from .bench.arguments import Settings, add_arguments
+from .values import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,28 +78,33 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     prove.add_argument(
-        "--model", default="gpt2", help="gpt2, or a JSON file: [[name, shape, dtype], ...] (gpt2)"
+        "--model",
+        default="gpt2",
+        help="gpt2, resnet, moe, or a JSON file: [[name, shape, dtype], ...] (gpt2)",
     )
     prove.add_argument("--dtype", default="bfloat16", help="of a built-in model (bfloat16)")
-    prove.add_argument("--world-size", type=_count, default=2, metavar="N", help="ranks (2)")
-    prove.add_argument("--runs", type=_count, default=40, metavar="K", help="simulations (40)")
+    prove.add_argument("--world-size", type=count, default=2, metavar="N", help="ranks (2)")
+    prove.add_argument("--runs", type=count, default=40, metavar="K", help="simulations (40)")
     prove.add_argument(
-        "--bucket-bytes", type=_count, default=64 << 20, metavar="B", help="of the plan (64 MiB)"
+        "--bucket-bytes", type=count, default=64 << 20, metavar="B", help="of the plan (64 MiB)"
     )
     prove.add_argument("--seed", type=int, default=0, metavar="S", help="of the first run (0)")
     prove.add_argument(
         "--schedule", choices=("lazy", "eager", "random", "pct"), help="only this one (all)"
     )
     prove.set_defaults(run=_prove)
+    bench = commands.add_parser(
+        "bench",
+        help="measure what reducing costs, beside its limit, DDP, FSDP2 and DeepCompile",
+        description=(
+            "Measure host time per gradient and the time until all shards are there, in rounds "
+            "in which all rows take turns, alone or on several ranks: "
+            "mpirun -n 2 python -m mpi4py -m cupynccl_reduce bench"
+        ),
+    )
+    add_arguments(bench)
+    bench.set_defaults(run=_bench)
     return parser
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        msg = f"{count} is too few; at least 1"
-        raise argparse.ArgumentTypeError(msg)
-    return count
 
 
 def _steps(text: str) -> int:
@@ -130,6 +138,14 @@ def _prove(args: argparse.Namespace) -> int:
         seed=args.seed,
         schedules=(args.schedule,) if args.schedule else SCHEDULES,
     )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench import run_bench
+
+    fields: dict[str, Any] = {k: v for k, v in vars(args).items() if k not in ("command", "run")}
+    fields |= {key: tuple(fields[key]) for key in ("bucket_bytes", "rows")}
+    return run_bench(Settings(**fields))
 
 
 def _is_one_of_many() -> bool:

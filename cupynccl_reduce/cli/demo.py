@@ -21,6 +21,7 @@ from cupynccl_reduce.launcher import find_launcher
 from cupynccl_reduce.torch import attach
 
 from .gpt import BLOCKS, CONTEXT, WIDTH, Gpt, draw_batches, load_text, loss_of
+from .threads import limit_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,7 +74,7 @@ def run_demo(*, steps: int, share_gpu: bool) -> int:
     Collective, blocks the host.
     """
     with connect(share_gpu=share_gpu) as world:
-        _limit_threads()
+        limit_threads()
         return _run(world, steps)
 
 
@@ -193,13 +194,6 @@ def _max_error(model: Gpt, reference: Gpt) -> float:
 
 def _bytes(parameter: torch.Tensor) -> bytes:
     return parameter.detach().cpu().numpy().tobytes()
-
-
-def _limit_threads() -> None:
-    """Share this host's cores out: more threads than cores wait for each other, spinning."""
-    cores = len(os.sched_getaffinity(0))
-    share = max(1, cores // find_launcher(os.environ).local_size)
-    torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
 def _redraws() -> bool:

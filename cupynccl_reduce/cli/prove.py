@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import ReduceError
 from cupynccl_reduce.layout import plan_buckets
 from cupynccl_reduce.reducer import Reducer
 from cupynccl_reduce.registry import Registry
 from cupynccl_reduce.testing import Simulation
 
-from .models import load_params
+from .models import load_params, shrink
+from .progress import draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +123,7 @@ def run_prove(  # the command's own options
     """
     params = load_params(model, dtype=dtype)
     plan = plan_buckets(params, world_size=world_size, bucket_bytes=bucket_bytes)
-    small, small_bytes = _shrink(params, bucket_bytes)
+    small, (small_bytes,) = shrink(params, (bucket_bytes,), ELEMENTS)
     cut = plan_buckets(small, world_size=world_size, bucket_bytes=small_bytes)
     print(
         f"prove: {len(params)} parameters in {len(plan)} buckets on {world_size} ranks; "
@@ -136,7 +135,7 @@ def run_prove(  # the command's own options
         steps = overlaps = done = 0
         report = ""
         for one in seeds:
-            _draw(schedule, done, len(seeds))
+            draw(schedule, done, len(seeds))
             simulation = Simulation(world_size, seed=one, schedule=schedule)  # type: ignore[arg-type]
             done += 1
             try:
@@ -151,7 +150,7 @@ def run_prove(  # the command's own options
                 break  # the first is the one to mend
             steps += result.steps
             overlaps += result.overlaps
-        _draw("", 0, 0)
+        draw("", 0, 0)
         if done:
             verdict = "FOUND" if report else "clean"
             print(f"{schedule:8} {verdict}  {done} runs, {steps} steps, {overlaps} overlaps")
@@ -160,25 +159,3 @@ def run_prove(  # the command's own options
             print(report)
     print(f"prove: {'FAILED' if found else 'OK'} world={world_size} runs={runs} reports={found}")
     return 1 if found else 0
-
-
-def _shrink(params: Sequence[ParamSpec], bucket_bytes: int) -> tuple[list[ParamSpec], int]:
-    """Return flat parameters of the same names, dtypes and proportions, and buckets in proportion.
-
-    Rounding may move a parameter to a neighbouring bucket; small models stay as they are.
-    """
-    factor = max(1.0, sum(spec.numel for spec in params) / ELEMENTS)
-    if factor == 1.0:
-        return list(params), bucket_bytes
-    small = [replace(s, shape=(-(-s.numel // int(factor)) if s.numel else 0,)) for s in params]
-    itemsize = max(DTYPES[spec.dtype].itemsize for spec in params)
-    return small, max(itemsize, int(bucket_bytes / factor))
-
-
-def _draw(label: str, done: int, total: int) -> None:
-    """Redraw the progress bar on a terminal; `total` 0 wipes it."""
-    if not sys.stderr.isatty():
-        return
-    bar = "#" * (30 * done // total) if total else ""
-    text = f"{label:8} [{bar:30}] {done}/{total}" if total else ""
-    print(f"\r{text:60}", end="" if total else "\r", file=sys.stderr, flush=True)
