@@ -30,7 +30,7 @@ __all__ = ["HostRuntime", "flat_array"]
 
 TILE = 1 << 16  # elements summed at a time, where a parameter has several gradients
 # The address space as one buffer, from which NumPy takes any array by its address.
-MEMORY = (ctypes.c_char * sys.maxsize).from_address(0)
+MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 
 
 @cache

@@ -9,7 +9,7 @@ from contract.laws import laws
 
 import cupynccl_reduce as cr
 
-CALL_BYTES = 5001  # no multiple of an itemsize: elements, too, are cut in two
+CALL_BYTES = 5001  # no multiple of an itemsize
 
 
 def main(runtime: str, *sizes: str) -> None:
