@@ -10,7 +10,8 @@ Streams and the edges between them (letters are used in the comments below)::
     A  a gradient is written before the pack reads it
     B  a matrix is packed before the collective sends it
     C  shards are complete before a stream that called wait() reads them
-    D  a source's memory is not reused before the pack has read it; K buckets are held at most
+    D  a source's memory is not reused before the pack (or the collective that sends it from where
+       it lies) has read it; K buckets are held at most
     E  a send buffer is not packed again before its last collective has read it
     F  shards are not written again before the streams that called wait() have read them
 
@@ -143,13 +144,13 @@ class Pipeline:
                 stream.wait_event(buffer.read)
 
     def release_sources(self) -> None:
-        """Drop the gradients of all launched buffers; their producers wait for the packs."""
+        """Drop the gradients of all launched buffers; their producers wait until they are read."""
         for buffer in self._buffers:
             if not buffer.filling:
                 self._release(buffer)
 
     def release_read(self) -> None:
-        """Drop the gradients whose packs are known to be done; nobody waits."""
+        """Drop the gradients that are known to have been read; nobody waits."""
         if self._producers.captured:
             return  # a query would end the capture
         for buffer in self._buffers:

@@ -164,18 +164,14 @@ def test_the_source_is_held_until_its_collective_is_done_and_wait_packed_waits_f
             del grad
             world.copy_stream.synchronize()
             assert alive() is not None
-            packed = threading.Event()
-
-            def wait_packed() -> None:
-                reducer.wait_packed()
-                packed.set()
-
-            waiter = threading.Thread(target=wait_packed, daemon=True)
-            waiter.start()
-            assert not packed.wait(0.05)
+            stream = world.runtime.stream()
+            reducer.wait_packed(stream=stream)
+            behind: list[bool] = []
+            stream.submit(lambda: behind.append(gate.is_set()))
+            world.copy_stream.synchronize()  # the packs are done, and the gate is shut
             gate.set()
-            waiter.join(60)
-            assert packed.is_set()
+            stream.synchronize()
+            assert behind == [True]
             reducer.wait()
 
     run_local(2, run)

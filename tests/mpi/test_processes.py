@@ -32,6 +32,13 @@ def python(source: str, **changes: str) -> Result:
     return run([sys.executable, "-W", "error", "-c", source], environment(**changes), END_S)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_large_gradients_are_sent_from_where_they_lie(world_size: int) -> None:
+    result = mpirun(world_size, "cases.py", "direct", limit_s=END_S)
+    result.check()
+    told(result, world_size, "direct")
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_h1_ranks_that_differ_all_say_so_and_end(world_size: int) -> None:
     result = mpirun(world_size, "cases.py", "mismatch", limit_s=END_S)

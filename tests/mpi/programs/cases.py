@@ -36,6 +36,27 @@ def reduce_once(world: cr.World, *, fail: bool = False) -> None:
         assert set(full["q"].tolist()) == {world_size}
 
 
+def direct() -> None:
+    """Large gradients are sent from where they lie, or packed where a rank's does not lie so."""
+    with cr.connect() as world:
+        numel = world.communicator.direct_bytes // 4
+        params = [ParamSpec("small", (7,), "float32"), ParamSpec("large", (numel,), "float32")]
+        registry = cr.Registry(params, world)
+        assert [bucket.direct for bucket in registry.buckets] == [1]
+        values = np.arange(numel) % 1000 * (world.rank + 1) * world.world_size
+        wide = np.repeat(values, 2).astype(np.float32)[::2]
+        with cr.Reducer(registry) as reducer:
+            for grad in (values.astype(np.float32), wide if world.rank == 1 else wide.copy()):
+                with reducer.backward():
+                    reducer.reduce_grad("large", grad)
+                    reducer.reduce_grad("small", np.full(7, world.rank, np.float32))
+            assert reducer.statistics().collectives == 4
+            full = registry.gather(reducer.wait())
+        ranks = world.world_size * (world.world_size + 1) / 2
+        assert np.array_equal(full["large"], np.arange(numel) % 1000 * ranks * 2)
+        say(world.rank, "direct")
+
+
 def mismatch() -> None:
     """H1: whatever rank 1 gives differently, all ranks raise; the world itself stays usable."""
     given: dict[str, Any] = {"params": [ParamSpec("p", (4,), "float32")], "bucket_bytes": 64}
@@ -204,7 +225,7 @@ def refused() -> None:
 CASES = {
     function.__name__: function
     for function in (
-        *(mismatch, missing, alone_in_a_collective, alone_in_backward, alone_in_control),
+        *(direct, mismatch, missing, alone_in_a_collective, alone_in_backward, alone_in_control),
         *(abort, again, user_initialised, worker, refused),
     )
 }
