@@ -13,6 +13,7 @@ __all__ = [
     "ProtocolError",
     "RaceError",
     "ReduceError",
+    "check_integer",
 ]
 
 
@@ -54,3 +55,12 @@ class DeadlockError(ReduceError, RuntimeError):
 
 class DeclarationError(ReduceError, RuntimeError):
     """An operation that reads or writes bytes which it does not declare (testing)."""
+
+
+def check_integer(name: str, value: object, least: int | None = None) -> None:
+    """Raise LayoutError unless an argument is an integer, no bool, and at least `least`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]  # whole
+        at_least = "" if least is None else f" >= {least}"
+        msg = f"{name} must be an integer{at_least}, not {value!r}"
+        raise LayoutError(msg)

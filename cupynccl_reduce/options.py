@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .agreement import agree
-from .errors import LayoutError, ReduceError
+from .errors import LayoutError, ReduceError, check_integer
 from .policies import Arrival, Planned
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ class Options:
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 msg = f"{key} must be one of {choices}, not {value!r}"
                 raise LayoutError(msg)
-        buffers = self.max_buffers
-        if not isinstance(buffers, int) or isinstance(buffers, bool) or buffers < 1:
-            msg = f"max_buffers must be an integer >= 1, not {buffers!r}"
-            raise LayoutError(msg)
+        check_integer("max_buffers", self.max_buffers, 1)
         if not self.pre_divide and (self.op, self.policy) != ("mean", "arrival"):
             msg = "pre_divide=False needs op='mean' and policy='arrival'"
             raise LayoutError(msg)

@@ -65,7 +65,7 @@ class Registry(Mapping[str, Placement]):
         self._reducer: object | None = None
         # Streams that called wait(): whatever writes shards next waits for what they read, also
         # where that is another reducer.
-        self.readers: dict[Any, Any] = {}
+        self.readers: dict[Any, None] = {}  # a set in order
         self._prepare(params, {} if shards is None else shards)
         self._gather = ShardGather(world, self.buckets, self._specs)
 

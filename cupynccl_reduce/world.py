@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .agreement import agree
 from .control.local import LocalControl
-from .errors import CommunicationError, LayoutError, MismatchError, ReduceError
+from .errors import CommunicationError, LayoutError, MismatchError, ReduceError, check_integer
 from .launcher import Launcher, check_world, device_index, find_launcher
 from .meeting import Meeting
 from .protocols import World
@@ -98,9 +98,7 @@ def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
     from .communicators.local import LocalCommunicator
     from .runtimes.host import HostRuntime
 
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        msg = f"world_size must be an integer >= 1, not {world_size!r}"
-        raise LayoutError(msg)
+    check_integer("world_size", world_size, 1)
     data, side = Meeting(world_size), Meeting(world_size)
     results: list[Any] = [None] * world_size
     failures: list[BaseException] = []

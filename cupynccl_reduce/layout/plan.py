@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cupynccl_reduce.dtypes import DTYPES
-from cupynccl_reduce.errors import LayoutError
+from cupynccl_reduce.errors import LayoutError, check_integer
 
 from .bucket import BucketLayout, Matrix
 from .spec import ParamSpec
@@ -125,11 +125,9 @@ def _lay_out(
 def _check_plan(
     params: Sequence[ParamSpec], world_size: int, bucket_bytes: int, direct_bytes: int
 ) -> None:
-    counts = {"world_size": (world_size, 1), "bucket_bytes": (bucket_bytes, 1)}
-    for what, (value, least) in (counts | {"direct_bytes": (direct_bytes, 0)}).items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            msg = f"{what} must be an integer >= {least}, not {value!r}"
-            raise LayoutError(msg)
+    check_integer("world_size", world_size, 1)
+    check_integer("bucket_bytes", bucket_bytes, 1)
+    check_integer("direct_bytes", direct_bytes, 0)
     if not params:
         msg = "no parameters: give at least one ParamSpec"
         raise LayoutError(msg)

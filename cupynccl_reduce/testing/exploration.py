@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cupynccl_reduce.errors import LayoutError
+from cupynccl_reduce.errors import check_integer
 
 from .choices import Chosen, ImpossibleAnswerError
 from .simulation import Simulation, SimulationResult, run_ranks
@@ -71,13 +71,8 @@ def explore(
         Whatever `Simulation.run` and `check` raise, with `Simulation(..., schedule=(...))`, the
         line that replays it.
     """
-    for name, value, least in (
-        ("max_runs", max_runs, 1),
-        ("max_preemptions", max_preemptions, 0),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            msg = f"{name} must be an integer >= {least}, not {value!r}"
-            raise LayoutError(msg)
+    check_integer("max_runs", max_runs, 1)
+    check_integer("max_preemptions", max_preemptions, 0)
     runs = 0
     following: tuple[int, ...] | None = ()
     for _ in range(max_runs):

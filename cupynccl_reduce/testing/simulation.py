@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cupynccl_reduce.errors import CommunicationError, LayoutError
+from cupynccl_reduce.errors import CommunicationError, LayoutError, check_integer
 from cupynccl_reduce.protocols import World
 
 from .choices import Chosen
@@ -81,11 +81,7 @@ class Simulation:
             value = getattr(self, name)
             if name == "drop_wait" and value is None:
                 continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or (least is not None and value < least):
-                at_least = "" if least is None else f" >= {least}"
-                msg = f"{name} must be an integer{at_least}, not {value!r}"
-                raise LayoutError(msg)
+            check_integer(name, value, least)
         if isinstance(self.schedule, tuple):
             known = all(isinstance(choice, int) and choice >= 0 for choice in self.schedule)
         else:
