@@ -13,7 +13,7 @@ from hazards import workload
 import cupynccl_reduce as cr
 from cupynccl_reduce.pipeline import Pipeline
 
-ORIGINAL = {name: getattr(Pipeline, name) for name in ("_reuse", "_release", "_send", "mark")}
+ORIGINAL = {name: getattr(Pipeline, name) for name in ("_reuse", "mark")}
 
 
 class Deaf:
@@ -39,7 +39,7 @@ def gradients_dropped_after_enqueue(self: Pipeline, buffer: Any) -> None:
     buffer.sources.clear()
 
 
-def no_producer_is_waited_for(self: Pipeline, layout: Any, groups: Any) -> None:
+def no_producer_is_waited_for(self: Pipeline, producers: Any) -> None:
     pass
 
 
@@ -50,7 +50,7 @@ def only_the_last_producer_is_waited_for(self: Pipeline, layout: Any, groups: An
 BUGS = {
     "send_buffer_reused_without_waiting": ("_reuse", send_buffer_reused_without_waiting),
     "gradients_dropped_after_enqueue": ("_release", gradients_dropped_after_enqueue),
-    "no_producer_is_waited_for": ("mark", no_producer_is_waited_for),
+    "no_producer_is_waited_for": ("_follow", no_producer_is_waited_for),
     "only_the_last_producer_is_waited_for": ("mark", only_the_last_producer_is_waited_for),
 }
 
