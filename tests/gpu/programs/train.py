@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import cupy
 import torch
 from tools import check, main
@@ -143,9 +145,11 @@ def attaching_twenty_times_leaves_nothing_behind(world: cr.World) -> None:
         sharded.detach()
         del sharded
         torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # counts blocks in that other streams used, until it looks again
         cupy.get_default_memory_pool().free_all_blocks()
         levels.append(torch.cuda.memory_allocated())
-    assert len(set(levels[2:])) == 1
+    assert len(set(levels[2:])) == 1, levels
 
 
 if __name__ == "__main__":
