@@ -14,7 +14,7 @@ from .errors import (
     ReduceError,
 )
 from .layout import BucketLayout, ParamSpec, Segment, plan_buckets
-from .protocols import World
+from .membership import World
 from .reducer import Reducer
 from .registry import Placement, Registry
 from .statistics import Statistics

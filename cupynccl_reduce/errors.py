@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 __all__ = [
     "CommunicationError",
     "DeadlockError",
@@ -12,8 +14,21 @@ __all__ = [
     "MismatchError",
     "ProtocolError",
     "RaceError",
+    "Reason",
     "ReduceError",
     "check_integer",
+]
+
+
+Reason = Literal[
+    "died",  # its connection closed without a goodbye
+    "stopped",  # nothing comes from it: stopped, or its GIL is held
+    "left",  # it closed its world while others still wait for it
+    "did not call",  # it has not launched what others wait for
+    "raised",  # an exception broke its world
+    "mismatch",  # it launches something else
+    "asynchronous error",  # the transport reported one
+    "fabric",  # everyone has launched it, and it does not end
 ]
 
 
@@ -42,7 +57,13 @@ class MismatchError(ReduceError, RuntimeError):
 
 
 class CommunicationError(ReduceError, RuntimeError):
-    """A collective failed, or the world was broken before; the first cause is `__cause__`."""
+    """A collective failed, or the world was broken before; the first cause is `__cause__`.
+
+    `report` (a report.Report) holds what the watchdog found, if it did: reason, ranks to blame,
+    the launch that waits, what every rank has done, and the last launches of all.
+    """
+
+    report: Any = None
 
 
 class RaceError(ReduceError, RuntimeError):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from .dlpack import View
     from .layout import ParamSpec
-    from .protocols import Array, PackKernel, UnpackKernel, World
+    from .membership import World
+    from .protocols import Array, PackKernel, UnpackKernel
 
 __all__ = ["ShardGather", "check_apart", "check_writable"]
 
@@ -113,8 +114,8 @@ class ShardGather:
             # A: the shards are written before they are packed. F: so is what `out` held read.
             self._before.record(stream)
             world.stream.wait_event(self._before)
-        for step in steps:
-            self._run(step, sources, targets)
+        for number, step in enumerate(steps):
+            self._run(number, step, sources, targets)
         self._after.record(world.stream)
         for stream in producers:
             # C: the full arrays are read, and D: the shards' memory is reused, after all of it.
@@ -122,7 +123,13 @@ class ShardGather:
         if unknown:
             self._after.synchronize()  # D, for shards of a stream that nobody told us of
 
-    def _run(self, step: _Step, sources: Mapping[str, View], targets: Mapping[str, View]) -> None:
+    def _run(
+        self,
+        number: int,
+        step: _Step,
+        sources: Mapping[str, View],
+        targets: Mapping[str, View],
+    ) -> None:
         world = self._world
         view, columns = world.runtime.view, step.matrix.columns
         full = view(self._scratch, 0, step.matrix.numel, step.dtype)
@@ -135,7 +142,17 @@ class ShardGather:
         # One stream for all three: the scratch is reused by the next step in stream order.
         step.pack([[sources[n]] for n in step.names], own, fill="zero", stream=world.stream)
         if world.world_size > 1:
-            world.communicator.all_gather(own, full, step.dtype, world.stream)
+            launched = world.launching(
+                stream=world.stream,
+                what="gather",
+                bucket=number,
+                dtype=step.dtype,
+                nbytes=step.matrix.numel * DTYPES[step.dtype].itemsize,
+                calls=1,
+                names=step.names,
+            )
+            with launched:
+                world.communicator.all_gather(own, full, step.dtype, world.stream)
         step.unpack(full, [targets[n] for n in step.names], accumulate=False, stream=world.stream)
 
     def _plan(self, dtypes: Mapping[str, str]) -> tuple[_Step, ...]:

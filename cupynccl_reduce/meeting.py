@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ class Meeting:
         self._present = 0
         self._completed = 0  # how many times all have met
         self._aborted = False
+        # What ranks tell each other without meeting: (state, when, whether gone), and notices.
+        self.shown: list[tuple[bytes, float, bool]] = [(b"", 0.0, False)] * world_size
+        self.inboxes: list[deque[tuple[int, bytes]]] = [deque() for _ in range(world_size)]
 
     def exchange(self, rank: int, payload: Any, use: Callable[[list[Any]], None]) -> None:
         """Block until every rank is here; call `use` with all payloads; leave together.

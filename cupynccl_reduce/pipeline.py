@@ -29,6 +29,7 @@ from .producers import EventPool, Producers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from .dlpack import View
     from .layout import BucketLayout, Launch, Part
@@ -255,7 +256,7 @@ class Pipeline:
         stream.wait_event(buffer.packed)
         if launch.calls:
             calls = [self._call(buffer, part) for part in launch.calls]
-            with world.communicator.group() if len(calls) > 1 else nullcontext():
+            with self._noted(launch), world.communicator.group() if calls[1:] else nullcontext():
                 for call in calls:
                     world.communicator.reduce_scatter(*call, stream)
         for part in launch.unpack:
@@ -274,6 +275,20 @@ class Pipeline:
         buffer.direct.clear()
         buffer.filling, buffer.flown = False, True
         self._count(launch)
+
+    def _noted(self, launch: Launch) -> AbstractContextManager[None]:
+        if self._producers.captured:
+            return nullcontext()  # a graph's replays are nobody's launches
+        first = launch.calls[0].layout
+        return self._world.launching(
+            stream=self._world.stream,
+            what="reduce",
+            bucket=first.index,
+            dtype=first.reduce_dtype,
+            nbytes=sum(part.layout.send_bytes for part in launch.calls),
+            calls=len(launch.calls),
+            names=first.names,
+        )
 
     def _count(self, launch: Launch) -> None:
         self.launches += 1

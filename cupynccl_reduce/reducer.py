@@ -76,7 +76,7 @@ class Reducer:
         self._pipeline = Pipeline(registry, self._policy, options)
         # Only then can a failed rank fill what is left with NaN and stay in step with its peers.
         # Buckets that fill in arrival order need the same order everywhere, so it is compared.
-        in_order = policy == "arrival" and world.world_size > 1
+        in_order = (policy == "arrival" or world.status.compares) and world.world_size > 1
         self._compare = partial(agree_on_launch, world.control) if in_order else None
         self._can_fill = policy == "planned" and all(s.is_float for s in registry.params)
         self._intake = Intake(registry.params, self._pipeline.reader)
@@ -238,6 +238,8 @@ class Reducer:
                     msg = "backward() while another reducer of this world has one open"
                     raise ProtocolError(self._cycle.where(msg))
                 accumulate = self._cycle.begin()
+                if status.flight is not None:
+                    status.flight.step = self._cycle.step
                 status.open_backward = self
             self._policy.begin(accumulate=accumulate)
 

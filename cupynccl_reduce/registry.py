@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .dlpack import View
-    from .protocols import Array, World
+    from .membership import World
+    from .protocols import Array
 
 __all__ = ["Placement", "Registry"]
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import socket
 import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .agreement import agree
 from .control.local import LocalControl
-from .errors import CommunicationError, LayoutError, MismatchError, ReduceError, check_integer
+from .errors import CommunicationError, LayoutError, ReduceError, check_integer
+from .gpus import check_places, claim_hosts, count_gpus, load_cuda
 from .launcher import Launcher, check_world, device_index, find_launcher
 from .meeting import Meeting
-from .protocols import World
+from .membership import World
+from .watching import check_watch, leave_safely, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .protocols import Control
+    from .watching import Check
 
-__all__ = ["connect", "count_gpus", "run_local"]
+__all__ = ["connect", "run_local"]
 
 T = TypeVar("T")
 
 
-def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: bool = False) -> World:
+def connect(
+    runtime: Literal["auto", "cuda", "host"] = "auto",
+    *,
+    share_gpu: bool = False,
+    timeout_s: float = 60.0,
+    check: Check = "heartbeat",
+) -> World:
     """Join the world that the launcher started, and return it; collective, blocks the host.
 
     "auto" is CUDA with NCCL if this rank sees a GPU, else NumPy with MPI; "cuda" and "host" insist.
@@ -39,6 +47,12 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
             claims another host and talks over sockets, which this arranges through NCCL_HOSTID,
             NCCL_SOCKET_IFNAME and NCCL_NET; NCCL reads them once per process, so no NCCL
             communicator may exist in it before. One host only.
+        timeout_s: how long one launch may run, or a rank that this one waits for be silent, before
+            that is a fault. A slow backward is none.
+        check: "heartbeat" watches all ranks through a channel of its own, and turns a rank that
+            dies, stops, fails, leaves or differs into a CommunicationError that names it, on every
+            other rank. "sync" also compares every launch before it is queued, which blocks the
+            host. "off" does neither: a fault may hang. One rank alone is not watched.
 
     Raises:
         LayoutError: what is missing or cannot work, with what to install or set.
@@ -47,58 +61,54 @@ def connect(runtime: Literal["auto", "cuda", "host"] = "auto", *, share_gpu: boo
     """
     launcher = find_launcher(os.environ)
     control = _connect_control(launcher)
+    watched = check != "off" and launcher.world_size > 1
     refused: ReduceError | None = None
-    entries: list[str] = []
-    gpus = 0
+    backend = _Backend("none")
     try:
-        if runtime not in ("auto", "cuda", "host"):
-            msg = f"runtime must be 'auto', 'cuda' or 'host', not {runtime!r}"
-            raise LayoutError(msg)
-        gpus = 0 if runtime == "host" else count_gpus()
-        if runtime == "cuda" or gpus:
-            device = device_index(launcher, gpus, share_gpu=share_gpu)
-            if share_gpu and launcher.world_size > 1:
-                _claim_hosts(launcher.rank)
-            cuda, nccl = _load_cuda()
-            entries = ["runtime cuda"]
-        elif share_gpu:
-            msg = "share_gpu=True, but this rank sees no GPU; leave it out, or make one visible"
-            raise LayoutError(msg)
-        else:
-            if launcher.name != "none":
-                from .communicators.mpi import check_thread_level
-
-                check_thread_level()
-            entries = ["runtime host"]
+        check_watch(timeout_s, check)
+        backend = _choose_backend(launcher, runtime, share_gpu=share_gpu)
     except ReduceError as error:
         refused = error
     try:
-        agree(control, "what to connect with", [*entries, f"{share_gpu=}"], refused=refused)
+        entries = [f"runtime {backend.kind}", f"{share_gpu=}", f"{timeout_s=}", f"{check=}"]
+        agree(control, "what to connect with", entries, refused=refused)
     except ReduceError:
         control.close()  # every rank is here
         raise
-    if entries == ["runtime cuda"]:
-        # The bus id of a GPU says which of a host's GPUs an index means.
-        _check_places(control, cuda.bus_id(device), share_gpu=share_gpu)
-        first = nccl.unique_id() if launcher.rank == 0 and launcher.world_size > 1 else b""
-        token = control.all_gather(first)[0]
-        communicator = nccl.NcclCommunicator(launcher.world_size, token, launcher.rank, device)
-        if any(name in os.environ for name in ("CUPYNCCL_SANITIZE", "CUPYNCCL_DELAY_SEED")):
-            return _join_sanitized(launcher, device, communicator, control)
-        return _join(launcher.place, cuda.CudaRuntime(device), communicator, control)
-    return _connect_host(launcher, control)
+    if watched:
+        control = _open_channel(control, launcher, timeout_s)
+    try:
+        world = _build(launcher, backend, control, share_gpu=share_gpu)
+    except BaseException:
+        control.abort()
+        control.close()
+        raise
+    world.status.compares = check == "sync"
+    if watched:
+        watch(world, control, timeout_s)  # type: ignore[arg-type]  # a Channel
+    if launcher.world_size > 1:
+        leave_safely(world)
+    return world
 
 
-def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
+def run_local(
+    world_size: int,
+    function: Callable[[World], T],
+    *,
+    timeout_s: float = 60.0,
+    check: Check = "off",
+) -> list[T]:
     """Run `function(world)` on `world_size` threads, each a rank on the host runtime.
 
     Blocks until all have returned; returns their results in rank order. If one raises, the others
     are freed with a CommunicationError and the first failure is raised, with its rank as a note.
+    `timeout_s` and `check` are as in connect(); here watching is off unless asked for.
     """
     from .communicators.local import LocalCommunicator
     from .runtimes.host import HostRuntime
 
     check_integer("world_size", world_size, 1)
+    check_watch(timeout_s, check)
     data, side = Meeting(world_size), Meeting(world_size)
     results: list[Any] = [None] * world_size
     failures: list[BaseException] = []
@@ -109,6 +119,9 @@ def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
             place = rank, world_size, rank
             communicator, control = LocalCommunicator(data, rank), LocalControl(side, rank)
             with _join(place, HostRuntime(), communicator, control) as world:
+                world.status.compares = check == "sync"
+                if check != "off" and world_size > 1:
+                    watch(world, control, timeout_s)
                 results[rank] = function(world)
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             error.add_note(f"on rank {rank} of {world_size} (run_local)")
@@ -140,6 +153,53 @@ def run_local(world_size: int, function: Callable[[World], T]) -> list[T]:
     return results
 
 
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    """What a rank runs on: the modules of its runtime and of NCCL, and its GPU."""
+
+    kind: Literal["none", "host", "cuda"]
+    device: int = 0
+    cuda: Any = None
+    nccl: Any = None
+
+
+def _choose_backend(launcher: Launcher, runtime: str, *, share_gpu: bool) -> _Backend:
+    """Return this rank's backend; LayoutError says what is missing."""
+    if runtime not in ("auto", "cuda", "host"):
+        msg = f"runtime must be 'auto', 'cuda' or 'host', not {runtime!r}"
+        raise LayoutError(msg)
+    gpus = 0 if runtime == "host" else count_gpus()
+    if runtime == "cuda" or gpus:
+        device = device_index(launcher, gpus, share_gpu=share_gpu)
+        if share_gpu and launcher.world_size > 1:
+            claim_hosts(launcher.rank)
+        return _Backend("cuda", device, *load_cuda())
+    if share_gpu:
+        msg = "share_gpu=True, but this rank sees no GPU; leave it out, or make one visible"
+        raise LayoutError(msg)
+    if launcher.name != "none":
+        from .communicators.mpi import check_thread_level
+
+        check_thread_level()
+    return _Backend("host")
+
+
+def _build(launcher: Launcher, backend: _Backend, control: Control, *, share_gpu: bool) -> World:
+    """Make communicator and runtime, and join them. Collective, blocks the host."""
+    if backend.kind == "host":
+        return _connect_host(launcher, control)
+    # The bus id of a GPU says which of a host's GPUs an index means.
+    check_places(control, backend.cuda.bus_id(backend.device), share_gpu=share_gpu)
+    nccl, alone = backend.nccl, launcher.world_size == 1
+    first = b"" if launcher.rank or alone else nccl.unique_id()
+    token = control.all_gather(first)[0]
+    where = launcher.world_size, token, launcher.rank, backend.device
+    communicator = nccl.NcclCommunicator(*where)
+    if any(name in os.environ for name in ("CUPYNCCL_SANITIZE", "CUPYNCCL_DELAY_SEED")):
+        return _join_sanitized(launcher, backend.device, communicator, control)
+    return _join(launcher.place, backend.cuda.CudaRuntime(backend.device), communicator, control)
+
+
 def _connect_control(launcher: Launcher) -> Control:
     if launcher.name == "none":
         mpi = sys.modules.get("mpi4py.MPI")
@@ -158,6 +218,17 @@ def _connect_control(launcher: Launcher) -> Control:
 
     check_world(launcher, MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank())
     return MpiControl(MPI.COMM_WORLD)
+
+
+def _open_channel(control: Control, launcher: Launcher, timeout_s: float) -> Control:
+    """Return a channel in place of `control`, which introduced the ranks and is closed."""
+    try:
+        from .control.channel import Channel
+
+        channel = Channel.meet(control, launcher.rank, launcher.world_size, timeout_s=timeout_s)
+    finally:
+        control.close()
+    return channel
 
 
 def _connect_host(launcher: Launcher, control: Control) -> World:
@@ -194,76 +265,3 @@ def _join_sanitized(launcher: Launcher, device: int, communicator: Any, control:
         raise LayoutError(msg)
     runtime = SanitizedRuntime(device, delay_seed=None if text is None else int(text))
     return _join(launcher.place, runtime, SanitizedCommunicator(communicator, runtime), control)
-
-
-def _claim_hosts(rank: int) -> None:
-    """Let this rank's NCCL claim a host of its own. NCCL reads this once per process."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        msg = (
-            "share_gpu=True, but torch.distributed is initialised and may have started NCCL; "
-            "connect() first"
-        )
-        raise LayoutError(msg)
-    ours = {
-        "NCCL_HOSTID": f"cupynccl-reduce-{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NET": "Socket",
-    }
-    for name, value in ours.items():
-        if os.environ.setdefault(name, value) != value:
-            msg = f"share_gpu=True sets {name}={value}, but it is {os.environ[name]!r}; unset it"
-            raise LayoutError(msg)
-
-
-def _check_places(control: Control, bus: str, *, share_gpu: bool) -> None:
-    """Raise on every rank if two ranks are on one GPU unasked, or share GPUs across hosts."""
-    places = [p.decode() for p in control.all_gather(f"{socket.gethostname()} {bus}".encode())]
-    if share_gpu:
-        hosts = sorted({place.split()[0] for place in places})
-        if len(hosts) > 1:
-            msg = f"share_gpu=True works on one host only; these ranks are on {', '.join(hosts)}"
-            raise LayoutError(msg)
-        return
-    by_place: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        by_place.setdefault(place, []).append(rank)
-    for place, ranks in by_place.items():
-        if len(ranks) > 1:
-            host, gpu = place.split()
-            msg = (
-                f"ranks {', '.join(map(str, ranks))} are all on GPU {gpu} of {host}; start at most "
-                "one rank per GPU, or put several on one with connect(share_gpu=True)"
-            )
-            raise MismatchError(msg)
-
-
-def count_gpus() -> int:
-    """Return how many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES counts)."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0  # no driver, so no GPU
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
-
-
-def _load_cuda() -> tuple[Any, Any]:
-    """Return the modules of the cuda runtime and of NCCL; say what to install if they fail."""
-    try:
-        from .communicators import nccl
-        from .runtimes import cuda
-
-        nccl.check_usable()
-    except LayoutError:
-        raise
-    except Exception as error:  # a broken CuPy raises ImportError, RuntimeError, CUDA's errors
-        msg = (
-            f"this rank sees a GPU, but CuPy does not work ({type(error).__name__}: {error}); "
-            "pip install 'cupynccl-reduce[cuda12]' (or [cuda13], as the driver needs), or choose "
-            "connect('host')"
-        )
-        raise LayoutError(msg) from error
-    return cuda, nccl

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cupynccl_reduce.layout import ParamSpec
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
 __all__ = ["run_prove"]
 

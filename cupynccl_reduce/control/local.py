@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
+
+from cupynccl_reduce.peers import Peer
 
 if TYPE_CHECKING:
     from cupynccl_reduce.meeting import Meeting
@@ -10,8 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["LocalControl"]
 
 
+SILENT_S = 2.0
+
+
 class LocalControl:
-    """protocols.Control over a meeting of its own, apart from the collectives'."""
+    """protocols.Control and peers.Beats over a meeting of its own, apart from the collectives'."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -23,8 +29,36 @@ class LocalControl:
         self._meeting.exchange(self._rank, payload, everyone.extend)
         return everyone
 
+    def publish(self, state: bytes) -> None:
+        """Set what the others see of this rank."""
+        self._meeting.shown[self._rank] = (state, time.monotonic(), False)
+
+    def peers(self) -> list[Peer]:
+        """Return all ranks as last heard of. A thread that ended without close() is "silent"."""
+        now = time.monotonic()
+        peers = []
+        for rank, (state, when, gone) in enumerate(self._meeting.shown):
+            age_s = now - when if when else 0.0
+            peers.append(
+                Peer(rank, state, age_s, "left" if gone else "silent" if age_s > SILENT_S else "up")
+            )
+        return peers
+
+    def tell(self, notice: bytes) -> None:
+        """Send a notice to every other rank."""
+        for rank, inbox in enumerate(self._meeting.inboxes):
+            if rank != self._rank:
+                inbox.append((self._rank, notice))
+
+    def notices(self) -> list[tuple[int, bytes]]:
+        """Return the notices that have come since the last call."""
+        inbox = self._meeting.inboxes[self._rank]
+        return [inbox.popleft() for _ in range(len(inbox))]
+
     def close(self) -> None:
         """Free ranks that would wait for this one for ever. Idempotent."""
+        state, when, _ = self._meeting.shown[self._rank]
+        self._meeting.shown[self._rank] = (state, when, True)
         self._meeting.abort()
 
     def abort(self) -> None:

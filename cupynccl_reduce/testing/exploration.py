@@ -13,7 +13,7 @@ from .simulation import Simulation, SimulationResult, run_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
 __all__ = ["Exploration", "explore"]
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce.errors import CommunicationError, LayoutError, check_integer
-from cupynccl_reduce.protocols import World
+from cupynccl_reduce.membership import World
 
 from .choices import Chosen
 from .device import SimStream

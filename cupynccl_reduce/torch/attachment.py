@@ -19,7 +19,8 @@ from .tensors import as_bytes, as_tensor, current_stream, distinct, trainable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from cupynccl_reduce.protocols import Memory, World
+    from cupynccl_reduce.membership import World
+    from cupynccl_reduce.protocols import Memory
 
 __all__ = ["attach"]
 

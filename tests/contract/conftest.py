@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cupynccl_reduce.gpus import count_gpus
 from cupynccl_reduce.runtimes.host import HostRuntime
-from cupynccl_reduce.world import count_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

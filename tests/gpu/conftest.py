@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from cupynccl_reduce.world import count_gpus
+from cupynccl_reduce.gpus import count_gpus
 
 if TYPE_CHECKING:
     from pathlib import Path

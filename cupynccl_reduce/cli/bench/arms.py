@@ -24,7 +24,7 @@ from cupynccl_reduce.torch.tensors import current_stream
 from .distributed import make_mesh
 
 if TYPE_CHECKING:
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
     from .arguments import Settings
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cupynccl_reduce.layout import ParamSpec
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
 __all__ = ["compare", "take_device"]
 

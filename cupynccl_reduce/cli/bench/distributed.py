@@ -16,7 +16,7 @@ from cupynccl_reduce.agreement import gather_complaints
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
 __all__ = ["join_group", "make_mesh"]
 

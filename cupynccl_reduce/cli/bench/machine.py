@@ -13,7 +13,7 @@ from cupynccl_reduce import __version__
 from cupynccl_reduce.launcher import find_launcher
 
 if TYPE_CHECKING:
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
 __all__ = ["describe_machine"]
 

@@ -20,7 +20,7 @@ from .trace import COMPUTE, watch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
     from .arguments import Settings
     from .arms import Arm, Workload

@@ -11,7 +11,7 @@ from .trace import watch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
     from .clocks import Clock
     from .rows.setup import Setup

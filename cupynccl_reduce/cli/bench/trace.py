@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce.dlpack import View
     from cupynccl_reduce.layout import Matrix
-    from cupynccl_reduce.protocols import Array, Op, World
+    from cupynccl_reduce.membership import World
+    from cupynccl_reduce.protocols import Array, Op
 
     from .clocks import Clock
 

@@ -15,7 +15,7 @@ from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import LayoutError
 
 if TYPE_CHECKING:
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
     from .setup import Setup
 

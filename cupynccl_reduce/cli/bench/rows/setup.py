@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cupynccl_reduce.layout import ParamSpec
-    from cupynccl_reduce.protocols import World
+    from cupynccl_reduce.membership import World
 
 __all__ = ["Setup", "fill", "find_torch", "first_of", "make_gradients"]
 

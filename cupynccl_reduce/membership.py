@@ -1,0 +1,173 @@
+"""The world that a process joined: its parts, how it breaks, how it ends. Nothing of devices."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from .errors import CommunicationError, MismatchError, ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from .flight import Flight
+    from .protocols import Communicator, Control, Runtime
+    from .watchdog import Watchdog
+
+__all__ = ["Status", "World"]
+
+T = TypeVar("T")
+
+
+class Status:
+    """What may change in a world: its first fault, and which reducer has a backward open."""
+
+    flight: Flight | None = None  # of what is launched, where somebody watches it
+    watchdog: Watchdog | None = None
+    compares = False  # whether every launch is compared before it is queued
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.closed = False
+        self.fault: BaseException | None = None
+        self.open_backward: object | None = None
+        self.kept: list[object] = []  # what queued work of a broken world may still use
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """The runtime and communicator this process joined. Made by `connect()` or `run_local()`.
+
+    `stream` is the communication stream: the one queue of all collectives of this world.
+    `copy_stream` is that of packs; one rank alone has one stream for both, because it packs
+    straight into its shards. A world is a context manager: leaving it closes it, or aborts it when
+    an exception passes through.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    runtime: Runtime
+    communicator: Communicator
+    control: Control
+    stream: Any
+    copy_stream: Any
+    status: Status = field(default_factory=Status)
+
+    @property
+    def usable(self) -> bool:
+        """Whether this world is neither closed nor broken."""
+        return self.status.fault is None and not self.status.closed
+
+    def check(self) -> None:
+        """Raise if this world is closed or broken; the first cause is chained."""
+        if self.status.fault is not None:
+            msg = (
+                f"rank {self.rank}: this world is broken ({_tell(self.status.fault)}); "
+                "leave it and connect again"
+            )
+            error = CommunicationError(msg)
+            error.report = getattr(self.status.fault, "report", None)
+            raise error from self.status.fault
+        if self.status.closed:
+            msg = f"rank {self.rank}: this world is closed; connect() makes a new one"
+            raise ProtocolError(msg)
+
+    def fail(self, fault: BaseException) -> BaseException:
+        """Mark the world broken by its first fault, free ranks that wait; return what to raise.
+
+        A launch that stopped half way leaves the ranks out of step, so there is no way back. An
+        error of the transport is a consequence: blocks the host, for two seconds at most, until
+        the watchdog knows of what.
+        """
+        cause = fault
+        watchdog = self.status.watchdog
+        if watchdog is not None and self.usable:
+            if isinstance(fault, CommunicationError):
+                if fault.report is None:
+                    cause = watchdog.explain() or fault
+            elif not isinstance(fault, MismatchError):  # which every rank raises
+                watchdog.raised(fault)
+        with self.status.lock:
+            first = self.status.fault is None
+            if first:
+                self.status.fault = cause
+        if first:
+            self.communicator.abort()
+            self.control.abort()
+        if isinstance(fault, MismatchError) or not isinstance(fault, Exception):
+            return fault  # says all by itself; KeyboardInterrupt keeps its meaning
+        return self._broken()
+
+    def guard(self, action: Callable[..., T], *args: Any) -> T:
+        """Do what queues work or waits for ranks; if it fails, break the world and say why.
+
+        Raises CommunicationError too if the world broke meanwhile: what it waited for is garbage.
+        """
+        try:
+            result = action(*args)
+        except BaseException as error:
+            failure = self.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
+        if self.status.fault is not None:
+            raise self._broken() from self.status.fault
+        return result
+
+    def launching(self, **what: Any) -> AbstractContextManager[None]:
+        """Return a context that notes what it queues on `stream`, for the watchdog.
+
+        Keywords are those of `Flight.launch`.
+        """
+        flight = self.status.flight
+        return nullcontext() if flight is None else flight.launch(self.runtime.event, **what)
+
+    def _broken(self) -> CommunicationError:
+        fault = self.status.fault
+        assert fault is not None
+        error = CommunicationError(f"rank {self.rank}: the world is broken: {_tell(fault)}")
+        error.report = getattr(fault, "report", None)
+        return error
+
+    def close(self) -> None:
+        """Finish queued work, then give everything back. Blocks the host. Idempotent.
+
+        Raises ProtocolError inside backward.
+        """
+        if self.status.open_backward is not None and self.usable:
+            msg = f"rank {self.rank}: close() inside backward(): leave the with block first"
+            raise ProtocolError(msg)
+        with self.status.lock:
+            if self.status.closed:
+                return
+            self.status.closed = True
+        try:
+            if self.status.fault is None:
+                self.guard(self.stream.synchronize)
+        finally:
+            if self.status.watchdog is not None:
+                self.status.watchdog.stop()
+            self.communicator.close()
+            self.control.close()
+            self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "BROKEN" if self.status.fault else "CLOSED" if self.status.closed else "OPEN"
+        return f"<World {self.runtime.kind} rank {self.rank} of {self.world_size} {state}>"
+
+
+def _tell(fault: BaseException) -> str:
+    """Return what an exception says, or what it is: Ctrl-C says nothing."""
+    return str(fault) or type(fault).__name__

@@ -1,0 +1,95 @@
+"""What a fault was, as fields, as text to read aloud and as a file. Nothing is looked up here."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import Reason
+    from .peers import Link
+
+__all__ = ["RankState", "Report"]
+
+NAMED_RANKS = 8
+WORDS = {
+    "died": "died",
+    "stopped": "is silent",
+    "left": "has left this world",
+    "did not call": "did not call",
+    "raised": "failed",
+    "mismatch": "launches something else",
+    "asynchronous error": "met an error of the transport",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank at the time of the fault: launches counted since its world began."""
+
+    rank: int
+    link: Link
+    age_s: float
+    step: int
+    queued: int
+    started: int
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The first fault of a world, as this rank knows it.
+
+    `ranks` are those to blame; none when the reason is "fabric". `launch` is the launch that waits,
+    if there is one, and `running_s` the seconds for which it has run here.
+    """
+
+    reason: Reason
+    ranks: tuple[int, ...]
+    detail: str
+    rank: int
+    launch: dict[str, Any] | None
+    launch_text: str
+    running_s: float
+    timeout_s: float
+    states: tuple[RankState, ...]
+    records: dict[int, list[dict[str, Any]]]
+
+    @property
+    def text(self) -> str:
+        """The report in some lines."""
+        lines = [f"{self._who()} ({self.detail})" if self.detail else self._who()]
+        if self.launch_text:
+            ran = f", which has run for {self.running_s:.1f} s here" if self.running_s else ""
+            lines.append(f"  first launch that is not done here: {self.launch_text}{ran}")
+        lines += [
+            f"  rank {state.rank}: {state.link}, step {state.step}, {state.queued} queued, "
+            f"{state.started} started, {state.done} done"
+            for state in self.states[:NAMED_RANKS]
+        ]
+        lines.append(
+            "  This world is aborted, and what its queued work has written is undefined. Leave it; "
+            f"a longer wait is connect(timeout_s=...), now {self.timeout_s:g}."
+        )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it, for json.dump."""
+        return asdict(self) | {"text": self.text}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, all or nothing. Blocks the host."""
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        partial.write_text(json.dumps(self.as_json(), indent=1), "utf-8")
+        partial.replace(target)
+
+    def _who(self) -> str:
+        if not self.ranks:
+            return f"rank {self.rank} waits for the fabric"
+        named = ", ".join(map(str, self.ranks[:NAMED_RANKS]))
+        named += ", ..." if len(self.ranks) > NAMED_RANKS else ""
+        return f"rank{'s' * (len(self.ranks) > 1)} {named} {WORDS[self.reason]}"

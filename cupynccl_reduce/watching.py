@@ -1,0 +1,123 @@
+"""Watch a world, act on what its watchdog finds, leave the process safely. No verdicts here."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from .errors import CommunicationError, LayoutError
+from .flight import Flight
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from .membership import World
+    from .peers import Beats
+    from .report import Report
+
+__all__ = ["ABORTED", "Check", "check_watch", "leave_safely", "watch"]
+
+Check = Literal["heartbeat", "sync", "off"]
+ABORTED = 74  # exit code of a process whose world broke
+ABORT_S = 10.0
+
+_open: list[World] = []  # joined under a launcher, and not known to have ended well
+
+
+def check_watch(timeout_s: float, check: Check) -> None:
+    """Raise LayoutError unless both can be what `connect` takes."""
+    if check not in get_args(Check):
+        msg = f"check must be one of {', '.join(map(repr, get_args(Check)))}, not {check!r}"
+        raise LayoutError(msg)
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s < float("inf"):
+        msg = f"timeout_s must be a number of seconds > 0, not {timeout_s!r}"
+        raise LayoutError(msg)
+
+
+def watch(world: World, beats: Beats, timeout_s: float) -> None:
+    """Start the watchdog of a world: from now on every fault is a named error on all ranks."""
+    status = world.status
+    status.flight = Flight()
+    check_async = getattr(world.communicator, "check_async_error", lambda: None)
+    status.watchdog = Watchdog(
+        world.rank,
+        status.flight,
+        beats,
+        timeout_s=timeout_s,
+        make_error=_make_error,
+        on_fault=lambda error: _abort(world, error),
+        check_async=check_async,
+    )
+    status.watchdog.start()
+
+
+def leave_safely(world: World) -> None:
+    """At interpreter exit, do not wait for the peers of a world that broke or was not closed."""
+    if not _open:
+        atexit.register(_leave)
+    _open.append(world)
+
+
+def _make_error(report: Report) -> CommunicationError:
+    """Return the error that later calls raise; the file it names holds every rank's launches."""
+    told = report.text
+    with suppress(OSError):
+        handle, path = tempfile.mkstemp(f"-rank{report.rank}.json", "cupynccl_reduce-")
+        os.close(handle)
+        report.write(path)
+        told = f"{told}\n  The last launches of all ranks are in {path}"
+    error = CommunicationError(told)
+    error.report = report
+    return error
+
+
+def _abort(world: World, error: CommunicationError) -> None:
+    """Break the world from the watchdog's thread; end the process if its transport does not let go.
+
+    (A communicator inside a live CUDA graph blocks its own abort for ever.)
+    """
+    aborting = threading.Thread(target=world.fail, args=(error,), daemon=True)
+    aborting.start()
+    aborting.join(ABORT_S)
+    if aborting.is_alive():
+        _end(f"{error}\n  The communicator did not abort within {ABORT_S:g} s.")
+
+
+def _end(told: str) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    with suppress(Exception):
+        os.write(2, f"cupynccl_reduce: {told}\n".encode())
+    os._exit(ABORTED)
+
+
+def _leave() -> None:
+    """MPI_Finalize waits for every rank, so that one which broke its world must not get there."""
+    broken: list[Any] = [world for world in _open if world.status.fault is not None]
+    left = [world for world in _open if world.status.fault is None and not world.status.closed]
+    for world in left:
+        told = f"rank {world.rank} ends without world.close(): its peers see it leave"
+        with suppress(Exception):
+            os.write(2, f"cupynccl_reduce: {told}\n".encode())
+        closing = threading.Thread(target=_close, args=(world,), daemon=True)
+        closing.start()
+        closing.join(ABORT_S / 2)
+    if broken:
+        _end(f"rank {broken[0].rank} ends with a broken world; exit code {ABORTED}")
+
+
+def _close(world: World) -> None:
+    with suppress(Exception):
+        if world.status.watchdog is not None:
+            unhandled = getattr(sys, "last_value", None)
+            if unhandled is not None:
+                world.status.watchdog.raised(unhandled)
+            world.status.watchdog.stop()
+        world.communicator.abort()
+        world.control.close()
