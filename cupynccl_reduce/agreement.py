@@ -49,10 +49,14 @@ def agree(
 def agree_on_launch(control: Control, launch: Launch | None) -> None:
     """Collective, blocks the host: compare the gradients that a launch sends; None is the end."""
     if launch is None:
-        agree(control, "the gradients of a backward", ["the end of backward"])
+        agree(
+            control,
+            "the gradients of a backward (policy='arrival' or check='sync')",
+            ["the end of backward"],
+        )
     elif launch.calls:
         names = [repr(part.layout.names[0]) for part in launch.calls]
-        agree(control, "the gradients of a launch", names)
+        agree(control, "the gradients of a launch (policy='arrival' or check='sync')", names)
 
 
 def gather_complaints(control: Control, mine: str) -> str:

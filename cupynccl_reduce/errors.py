@@ -60,10 +60,12 @@ class CommunicationError(ReduceError, RuntimeError):
     """A collective failed, or the world was broken before; the first cause is `__cause__`.
 
     `report` (a report.Report) holds what the watchdog found, if it did: reason, ranks to blame,
-    the launch that waits, what every rank has done, and the last launches of all.
+    the launch that waits, what every rank has done, and the last launches of all. `ranks` are those
+    to blame, where they are known.
     """
 
     report: Any = None
+    ranks: tuple[int, ...] = ()
 
 
 class RaceError(ReduceError, RuntimeError):

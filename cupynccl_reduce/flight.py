@@ -96,10 +96,14 @@ class Flight:
     """Counts and keeps launches. `launch` is called by the engine, the rest by the watchdog.
 
     Args:
+        make_event: returns a new protocols.Event.
         clock: gives seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, make_event: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make_event = make_event
         self._clock = clock
         self._lock = threading.Lock()
         self._last: deque[Launched] = deque(maxlen=KEEP)
@@ -112,7 +116,6 @@ class Flight:
     @contextmanager
     def launch(
         self,
-        make_event: Callable[[], Any],
         stream: Any,
         *,
         what: str,
@@ -124,8 +127,8 @@ class Flight:
     ) -> Iterator[None]:
         """Note what the block queues on `stream`, once it has. Does not block the host."""
         with self._lock:
-            started = self._events.pop() if self._events else make_event()
-            done = self._events.pop() if self._events else make_event()
+            started = self._events.pop() if self._events else self._make_event()
+            done = self._events.pop() if self._events else self._make_event()
         started.record(stream)
         yield
         done.record(stream)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .agreement import agree
 from .dtypes import DTYPES
 from .errors import LayoutError, ReduceError
 from .layout import ALIGN_BYTES, BucketLayout, Matrix
@@ -90,7 +89,7 @@ class ShardGather:
         except ReduceError as error:
             refused, key = error, ()
         # Compared each time, before anything is queued: one rank that differs must not hang all.
-        agree(world.control, "what to gather", [repr(pair) for pair in key], refused=refused)
+        world.agree("what to gather", [repr(pair) for pair in key], refused=refused)
         if key not in self._plans:
             self._plans[key] = self._plan(dict(key))
         arrays = dict(out) if out is not None else self._allocate(sources)

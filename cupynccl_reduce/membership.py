@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from .agreement import agree
 from .errors import CommunicationError, MismatchError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from .errors import ReduceError
     from .flight import Flight
     from .protocols import Communicator, Control, Runtime
     from .watchdog import Watchdog
@@ -69,9 +71,7 @@ class World:
                 f"rank {self.rank}: this world is broken ({_tell(self.status.fault)}); "
                 "leave it and connect again"
             )
-            error = CommunicationError(msg)
-            error.report = getattr(self.status.fault, "report", None)
-            raise error from self.status.fault
+            raise self._like(msg) from self.status.fault
         if self.status.closed:
             msg = f"rank {self.rank}: this world is closed; connect() makes a new one"
             raise ProtocolError(msg)
@@ -88,7 +88,7 @@ class World:
         if watchdog is not None and self.usable:
             if isinstance(fault, CommunicationError):
                 if fault.report is None:
-                    cause = watchdog.explain() or fault
+                    cause = watchdog.explain(fault) or fault
             elif not isinstance(fault, MismatchError):  # which every rank raises
                 watchdog.raised(fault)
         with self.status.lock:
@@ -101,6 +101,18 @@ class World:
         if isinstance(fault, MismatchError) or not isinstance(fault, Exception):
             return fault  # says all by itself; KeyboardInterrupt keeps its meaning
         return self._broken()
+
+    def agree(
+        self, what: str, entries: Sequence[str], *, refused: ReduceError | None = None
+    ) -> None:
+        """Compare `entries` between ranks: see agreement.agree. Ranks that differ break nothing.
+
+        Collective, blocks the host. A rank that does not answer breaks the world.
+        """
+        try:
+            agree(self.control, what, entries, refused=refused)
+        except CommunicationError as error:
+            raise self.fail(error) from error
 
     def guard(self, action: Callable[..., T], *args: Any) -> T:
         """Do what queues work or waits for ranks; if it fails, break the world and say why.
@@ -124,13 +136,17 @@ class World:
         Keywords are those of `Flight.launch`.
         """
         flight = self.status.flight
-        return nullcontext() if flight is None else flight.launch(self.runtime.event, **what)
+        return nullcontext() if flight is None else flight.launch(**what)
 
     def _broken(self) -> CommunicationError:
         fault = self.status.fault
         assert fault is not None
-        error = CommunicationError(f"rank {self.rank}: the world is broken: {_tell(fault)}")
-        error.report = getattr(fault, "report", None)
+        return self._like(f"rank {self.rank}: the world is broken: {_tell(fault)}")
+
+    def _like(self, message: str) -> CommunicationError:
+        """Return an error that tells `message`, and has the first fault's fields."""
+        fault, error = self.status.fault, CommunicationError(message)
+        error.report, error.ranks = getattr(fault, "report", None), getattr(fault, "ranks", ())
         return error
 
     def close(self) -> None:
@@ -151,8 +167,9 @@ class World:
         finally:
             if self.status.watchdog is not None:
                 self.status.watchdog.stop()
-            self.communicator.close()
+            # Goodbye first: NCCL's teardown waits for peers, which are to know that this one left.
             self.control.close()
+            self.communicator.close()
             self.runtime.close()
 
     def __enter__(self) -> Self:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .agreement import agree
 from .errors import LayoutError, ReduceError, check_integer
 from .policies import Arrival, Planned
 
@@ -64,7 +63,7 @@ class Options:
             entries = [repr(options)]
         except ReduceError as error:
             refused = error
-        agree(registry.world.control, "the reducer's options", entries, refused=refused)
+        registry.world.agree("the reducer's options", entries, refused=refused)
         return options
 
     @property

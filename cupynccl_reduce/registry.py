@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .agreement import agree
 from .dtypes import DTYPES
 from .errors import LayoutError, ProtocolError, ReduceError
 from .gather import ShardGather, check_apart, check_writable
@@ -90,7 +89,7 @@ class Registry(Mapping[str, Placement]):
             entries = [f"bucket_bytes={self.bucket_bytes}", direct, *map(repr, self.params)]
         except ReduceError as error:
             refused, entries = error, []
-        agree(world.control, "the registry", entries, refused=refused)
+        world.agree("the registry", entries, refused=refused)
         self._brought = frozenset(brought)
         last = self.buckets[-1]
         self.arena_bytes = last.shard_offset + last.shard_bytes if len(brought) < len(self) else 0

@@ -26,6 +26,7 @@ __all__ = ["Watchdog"]
 TICK_S = 0.1
 COLLECT_S = 1.0  # for the other ranks' records, and for the reason behind a transport's error
 FIELDS = ("what", "bucket", "dtype", "nbytes", "calls")
+SILENT = "nothing comes from it: stopped, or something holds its GIL"
 MAX_TOLD = 4000  # characters of an error that travel
 
 
@@ -68,7 +69,8 @@ class Watchdog:
         self._records: dict[int, list[dict[str, Any]]] = {}
         self._error: BaseException | None = None  # of the transport, whose reason may yet come
         self._error_due = 0.0
-        self._asked = False
+        self._asked: CommunicationError | None = None  # of which the caller wants to know why
+        self._asked_due = 0.0
         self._told: CommunicationError | None = None
         self._reported = threading.Event()
         self._stop = threading.Event()
@@ -91,9 +93,13 @@ class Watchdog:
         told = f"{type(error).__name__}: {error}"[:MAX_TOLD]
         self._tell(reason="raised", ranks=[self._rank], text=told)
 
-    def explain(self, timeout_s: float = 2.0 * COLLECT_S) -> CommunicationError | None:
+    def explain(
+        self, error: CommunicationError, timeout_s: float = 4.0 * COLLECT_S
+    ) -> CommunicationError | None:
         """Block until the fault behind a transport's error is known; return it, if it is."""
-        self._asked = True
+        if self._asked is None:
+            self._asked_due = self._clock() + COLLECT_S
+            self._asked = error
         if threading.current_thread() is not self._thread:
             self._reported.wait(timeout_s)
         return self._told
@@ -122,42 +128,48 @@ class Watchdog:
     def _look(self, peers: Sequence[Peer], now: float) -> None:
         """Find the first fault, if there is one."""
         states = {peer.rank: State.decode(peer.state) or State() for peer in peers}
-        mine = self._flight.state()
-        waits = mine.done < mine.queued or self._asked or self._error is not None
-        for peer in peers:
-            if peer.rank == self._rank:
-                continue
-            if peer.link == "lost":
-                told = "its connection closed without a goodbye"
-                self._find("died", [peer.rank], told, now)
-                return
-            if peer.link == "left" and waits and states[peer.rank].done < mine.queued:
-                told = f"it closed its world after {states[peer.rank].done} launches"
-                self._find("left", [peer.rank], told, now)
-                return
-            other = states[peer.rank]
-            ours = self._flight.find(other.queued)
-            if ours is not None and ours.digest != other.digest:
-                self._find("mismatch", [peer.rank], "", now, number=other.queued)
-                return
-        if self._error is not None and now >= self._error_due:
+        others = [peer for peer in peers if peer.rank != self._rank]
+        if any(self._look_at(peer, states[peer.rank], now) for peer in others):
+            return
+        asked = self._asked
+        silent = [peer.rank for peer in others if peer.link == "silent"]
+        if asked is not None and silent:
+            self._find("stopped", silent, SILENT, now)
+        elif asked is not None and now >= self._asked_due and asked.ranks:
+            self._find("did not call", asked.ranks, str(asked), now)
+        elif asked is not None and now >= self._asked_due:
+            self._find("asynchronous error", [self._rank], str(asked), now)
+        elif self._error is not None and now >= self._error_due:
             told = f"{type(self._error).__name__}: {self._error}"
             self._find("asynchronous error", [self._rank], told, now)
-            return
-        launched, seconds = self._flight.running()
-        if launched is not None and seconds > self._timeout_s:
-            self._blame(launched.number, peers, states, now)
+        else:
+            launched, seconds = self._flight.running()
+            if launched is not None and seconds > self._timeout_s:
+                self._blame(launched.number, others, states, now)
+
+    def _look_at(self, peer: Peer, state: State, now: float) -> bool:
+        """Find what another rank by itself shows; return whether that is a fault."""
+        queued = self._flight.state().queued
+        waits = self._asked is not None or self._error is not None or self._flight.running()[0]
+        ours = self._flight.find(state.queued)
+        if peer.link == "lost":
+            told = "its connection closed without a goodbye"
+            self._find("died", [peer.rank], told, now)
+        elif peer.link == "left" and waits and (self._asked is not None or state.done < queued):
+            told = f"it closed its world after {state.done} launches"
+            self._find("left", [peer.rank], told, now)
+        elif ours is not None and ours.digest != state.digest:
+            self._find("mismatch", [peer.rank], "", now, number=state.queued)
+        return self._cause is not None
 
     def _blame(
-        self, number: int, peers: Sequence[Peer], states: dict[int, State], now: float
+        self, number: int, others: Sequence[Peer], states: dict[int, State], now: float
     ) -> None:
         """Say whom a launch that runs for too long waits for."""
-        others = [peer for peer in peers if peer.rank != self._rank]
         silent = [peer.rank for peer in others if peer.link == "silent"]
         absent = [peer.rank for peer in others if states[peer.rank].queued < number]
         if silent:
-            told = "nothing comes from it: stopped, or something holds its GIL"
-            self._find("stopped", silent, told, now, number=number)
+            self._find("stopped", silent, SILENT, now, number=number)
         elif absent:
             told = "it has not launched this"
             self._find("did not call", absent, told, now, number=number)
@@ -203,7 +215,7 @@ class Watchdog:
         assert self._cause is not None
         reason, ranks, told, number = self._cause
         if reason == "mismatch":
-            number, told = self._first_difference(ranks, number)
+            ranks, number, told = self._first_difference(ranks, number)
         launched, seconds = self._flight.running()
         found = self._flight.find(number) or launched
         rows = []
@@ -232,19 +244,27 @@ class Watchdog:
         self._reported.set()
         self._on_fault(self._told)
 
-    def _first_difference(self, ranks: Sequence[int], number: int) -> tuple[int, str]:
-        """Return the first launch, as far as it is still known, in which a rank differs from us."""
-        mine = {entry["number"]: entry for entry in self._flight.record()}
-        for rank in ranks:
-            for theirs in self._records.get(rank, []):
-                ours = mine.get(theirs["number"])
-                if ours is None:
-                    continue
-                for field in FIELDS:
-                    if ours[field] != theirs[field]:
-                        told = (
-                            f"at launch {theirs['number']}, {field}: rank {rank} has "
-                            f"{theirs[field]!r}, rank {self._rank} has {ours[field]!r}"
-                        )
-                        return theirs["number"], told
-        return number, f"they differ by launch {number} at the latest"
+    def _first_difference(
+        self, blamed: tuple[int, ...], number: int
+    ) -> tuple[tuple[int, ...], int, str]:
+        """Return who differs in the first launch that ranks disagree on, as far as it is known."""
+        records = {**self._records, self._rank: self._flight.record()}
+        by_rank = {rank: {one["number"]: one for one in record} for rank, record in records.items()}
+        known = [set(numbers) for numbers in by_rank.values() if numbers]
+        for common in sorted(set.intersection(*known)) if known else []:
+            launches = {rank: numbers[common] for rank, numbers in by_rank.items() if numbers}
+            groups: dict[tuple[Any, ...], list[int]] = {}
+            for rank in sorted(launches):
+                groups.setdefault(tuple(launches[rank][f] for f in FIELDS), []).append(rank)
+            if len(groups) > 1:
+                # The most are taken to be right. Two against two are all to blame.
+                ordered = sorted(groups.values(), key=len, reverse=True)
+                odd = ordered if len(ordered[0]) == len(ordered[1]) else ordered[1:]
+                told = "; ".join(
+                    f"rank {', '.join(map(str, ranks))}: "
+                    + ", ".join(f"{f} {value}" for f, value in zip(FIELDS, values, strict=True))
+                    for values, ranks in groups.items()
+                )
+                blamed = tuple(sorted(rank for ranks in odd for rank in ranks))
+                return blamed, common, f"at launch {common}, {told}"
+        return blamed, number, f"they differ by launch {number} at the latest"

@@ -42,7 +42,8 @@ def check_watch(timeout_s: float, check: Check) -> None:
 def watch(world: World, beats: Beats, timeout_s: float) -> None:
     """Start the watchdog of a world: from now on every fault is a named error on all ranks."""
     status = world.status
-    status.flight = Flight()
+    # The race detector follows the events of its runtime: those of another thread are none of its.
+    status.flight = Flight(getattr(world.runtime, "unfollowed_event", world.runtime.event))
     check_async = getattr(world.communicator, "check_async_error", lambda: None)
     status.watchdog = Watchdog(
         world.rank,
@@ -72,7 +73,7 @@ def _make_error(report: Report) -> CommunicationError:
         report.write(path)
         told = f"{told}\n  The last launches of all ranks are in {path}"
     error = CommunicationError(told)
-    error.report = report
+    error.report, error.ranks = report, report.ranks
     return error
 
 

@@ -38,6 +38,8 @@ fi
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe # Open MPI 5
 export OMPI_MCA_rmaps_base_oversubscribe=1                  # Open MPI 4
+# Two ranks would each be tied to one core, and a rank has several threads.
+export PRTE_MCA_hwloc_default_binding_policy=none OMPI_MCA_hwloc_base_binding_policy=none
 
 # limit_threads RANKS: share the cores out, or the ranks' threads fight for them.
 limit_threads() {

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel"]
 
 BEAT_S = 0.2
+PATIENCE = 10  # times the timeout, for ranks that answer and do not come
 
 
 class Channel:
@@ -48,7 +49,8 @@ class Channel:
         rank: of this process.
         world_size: number of ranks.
         source: rank 0's Server, or the Invitation that it made.
-        timeout_s: how long to wait for ranks that do not answer, here and in `all_gather`.
+        timeout_s: how long to wait for ranks that do not answer, here and in `all_gather`; ten
+            times as long for ranks that answer and do not come.
 
     Raises:
         CommunicationError: ranks did not come; it names them.
@@ -121,6 +123,7 @@ class Channel:
         with self._changed:
             turn = self._turn = self._turn + 1
         self._send(Kind.GATHER, payload, turn)
+        began = time.monotonic()
         stuck_since: float | None = None
         with self._changed:
             while turn not in self._gathered:
@@ -129,11 +132,12 @@ class Channel:
                 gone = [peer for peer in late if peer.link in ("left", "lost")]
                 if gone:
                     raise _absent(gone, "all_gather")
-                # A rank that answers may take all the time it needs; one that is silent may not.
+                # A rank that answers may still load its data; one that is silent may not.
                 silent = not late or any(peer.link == "silent" for peer in late)
                 now = time.monotonic()
                 stuck_since = (stuck_since or now) if silent else None
-                if stuck_since is not None and now - stuck_since > self._timeout_s:
+                patience_s = now - began - PATIENCE * self._timeout_s
+                if patience_s > 0 or now - (stuck_since or now) > self._timeout_s:
                     raise _absent(late or [Peer(0, link="silent")], "all_gather")
                 self._changed.wait(BEAT_S)
             return self._gathered.pop(turn)
@@ -290,4 +294,6 @@ def _absent(peers: list[Peer], call: str) -> CommunicationError:
         ),
         "up": lambda p: f"rank {p.rank} did not come",
     }
-    return CommunicationError(f"{call}: " + "; ".join(words[p.link](p) for p in peers[:8]))
+    error = CommunicationError(f"{call}: " + "; ".join(words[p.link](p) for p in peers[:8]))
+    error.ranks = tuple(peer.rank for peer in peers)
+    return error

@@ -109,7 +109,7 @@ class Hub:
             notices.append((rank, frame.body))
             return self._to_all(Kind.NOTICE, frame.body, origin=rank)
         else:
-            known.left = True
+            known.left, known.state = True, frame.body
         return []
 
     def own(self, kind: Kind, turn: int, body: bytes, gathered: dict[int, list[bytes]]) -> Messages:

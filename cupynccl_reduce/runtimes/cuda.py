@@ -15,6 +15,7 @@ from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, GradientTypeError, ProtocolError
 from cupynccl_reduce.reading import make_reader
 
+from .events import CudaEvent
 from .kernels import CudaPack, CudaUnpack, read_source
 from .pools import Pools
 
@@ -152,7 +153,7 @@ class CudaRuntime:
     def event(self) -> Any:
         """Return a new event, not recorded."""
         with self.current:
-            return cupy.cuda.Event(disable_timing=True)
+            return CudaEvent()
 
     def adopt(self, stream: Any) -> Any:
         """Return the CuPy Stream of a caller's stream; None is this thread's current one.

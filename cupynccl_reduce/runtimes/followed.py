@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import cupy
 
+from .events import CudaEvent
+
 if TYPE_CHECKING:
     from .sanitizer import SanitizedRuntime
 
@@ -43,11 +45,11 @@ class FollowedStream:
         self.plain.__exit__(*error)
 
 
-class FollowedEvent(cupy.cuda.Event):  # type: ignore[misc]  # CuPy is untyped
+class FollowedEvent(CudaEvent):
     """A CuPy event that carries the clock of where it was recorded."""
 
     def __init__(self, runtime: SanitizedRuntime) -> None:
-        super().__init__(disable_timing=True)
+        super().__init__()
         self.clock: dict[int, int] = {}
         self._runtime = runtime
 

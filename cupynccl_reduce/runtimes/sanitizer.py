@@ -78,6 +78,10 @@ class SanitizedRuntime(CudaRuntime):
         with self.current:
             return FollowedEvent(self)
 
+    def unfollowed_event(self) -> Any:
+        """Return a new event that the detector does not know."""
+        return super().event()
+
     def adopt(self, stream: Any) -> Any:
         """Return the followed stream of a caller's stream."""
         if isinstance(stream, FollowedStream):
@@ -241,6 +245,7 @@ class SanitizedCommunicator:
     def __init__(self, inner: Communicator, runtime: SanitizedRuntime) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
         self.direct_bytes = inner.direct_bytes
+        self.check_async_error = getattr(inner, "check_async_error", lambda: None)
         self._inner = inner
         self._runtime = runtime
 

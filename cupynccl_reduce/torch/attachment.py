@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
-from cupynccl_reduce.agreement import agree
 from cupynccl_reduce.errors import LayoutError, ReduceError
 from cupynccl_reduce.layout import ParamSpec
 from cupynccl_reduce.reducer import Reducer
@@ -82,7 +81,7 @@ def attach(
         specs = _specs(model, reduce_dtype, shard_dtype, frozenset(uses_many))
     except ReduceError as error:
         refused = error
-    agree(world.control, "the model", entries, refused=refused)
+    world.agree("the model", entries, refused=refused)
     registry = Registry(specs, world, bucket_bytes=bucket_bytes)
     reducer = Reducer(
         registry,

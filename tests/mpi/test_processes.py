@@ -87,7 +87,7 @@ def test_j1_an_exception_on_one_rank_ends_the_job(where: str, runner: str) -> No
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_abort_frees_ranks_that_wait(runner: str) -> None:
     result = mpirun(3, "cases.py", "abort", runner=RUNNERS[runner], limit_s=END_S)
-    result.check()
+    assert result.returncode == 74, result  # a broken world never gets to MPI_Finalize
     told(result, 3, "ends")
     told(result, 3, "late: rank")
     for rank in (1, 2):

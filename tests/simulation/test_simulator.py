@@ -151,7 +151,7 @@ def test_a_deadlock_names_the_rank_that_has_returned() -> None:
 
     lines = text_of(close, DeadlockError, world_size=2, schedule="lazy").splitlines()
     assert lines[1:3] == ["  rank 0 has returned", "  rank 1 has returned"]
-    assert "host of rank 0 waits for the event recorded at protocols.py:" in lines[3]
+    assert "host of rank 0 waits for the event recorded at membership.py:" in lines[3]
 
 
 def test_hosts_that_wait_for_each_other_are_a_deadlock() -> None:

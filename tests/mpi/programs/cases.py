@@ -132,7 +132,7 @@ def alone_in_control() -> None:
 
 
 def abort() -> None:
-    """abort() frees whoever waits; later calls fail at once; then every rank ends well."""
+    """abort() frees whoever waits; later calls fail at once; then every rank ends."""
     world = cr.connect()
     array = np.ones(1 << 20, np.float32)
     if world.rank == 0:
@@ -155,6 +155,9 @@ def abort() -> None:
     for _ in range(2):
         world.close()
     say(world.rank, "ends")
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()  # the launcher ends the others when one has ended
 
 
 def again() -> None:

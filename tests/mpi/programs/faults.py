@@ -1,0 +1,118 @@
+"""One rank fails, in one way, at one point: every other rank must say so, with rank and reason.
+
+Arguments: kind, point, rank that fails, runtime, an empty folder. Each rank that goes on prints
+what it was told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import cupynccl_reduce as cr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COUNT, LENGTH, STEPS, TIMEOUT_S = 6, 1000, 4, 3.0
+
+
+def swap(reducer: Any) -> None:
+    buckets = reducer._policy._buckets
+    buckets[0], buckets[1] = buckets[1], buckets[0]
+
+
+def leave(world: cr.World) -> None:
+    world.close()
+    sys.exit(0)
+
+
+def fail(kind: str, world: cr.World, reducer: cr.Reducer | None) -> None:
+    kinds: dict[str, Callable[[], object]] = {
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "segfault": lambda: ctypes.string_at(0),
+        "_exit": lambda: os._exit(3),
+        "gil": lambda: ctypes.PyDLL(None).sleep(60),
+        "sleep": lambda: time.sleep(60),
+        "slow": lambda: time.sleep(1.0),
+        "leave": lambda: leave(world),
+        "swap": lambda: swap(reducer),
+    }
+    if kind == "raise":
+        raise ValueError("planted")
+    kinds[kind]()
+
+
+def work(world: cr.World, kind: str, point: str, bad: int) -> None:
+    here = world.rank == bad
+    specs = [cr.ParamSpec(f"p{i}", (LENGTH,), "float32") for i in range(COUNT)]
+    if here and point == "registry":
+        fail(kind, world, None)
+    registry = cr.Registry(specs, world, bucket_bytes=2 * 4 * LENGTH)
+    reducer = cr.Reducer(registry, missing="error" if point == "missing" else "zero")
+    if world.runtime.kind == "cuda":
+        import cupy as arrays
+    else:
+        arrays = np
+    # Ranks hear of each other five times a second.
+    steps, pause_s = (40, 0.05) if kind == "swap" else (STEPS, 0.0)
+    for step in range(steps):
+        time.sleep(pause_s)
+        now = here and step == STEPS // 2
+        if now and point in ("between", "missing"):
+            fail(kind, world, reducer)
+        with reducer.backward():
+            for i in range(COUNT):
+                if now and point == "backward" and i == COUNT // 2:
+                    fail(kind, world, reducer)
+                reducer.reduce_grad(f"p{i}", arrays.full(LENGTH, float(i), np.float32))
+        if now and point == "wait":
+            fail(kind, world, reducer)
+        shards = reducer.wait()
+        reducer.synchronize()
+        if now and point == "gather":
+            fail(kind, world, reducer)
+        registry.gather(shards)
+    world.control.all_gather(b"")  # nobody leaves before all are done
+
+
+def main() -> None:
+    kind, point, bad, runtime = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    tempfile.tempdir = sys.argv[5]
+    options: Any = {"share_gpu": True} if runtime == "cuda" else {}
+    world = cr.connect(runtime, timeout_s=TIMEOUT_S, **options)  # type: ignore[arg-type]
+    rank = world.rank
+    try:
+        work(world, kind, point, bad)
+    except cr.CommunicationError as error:
+        report = error.report
+        told = f"{report.reason} {','.join(map(str, report.ranks))}" if report else "unknown"
+        print(f"NAMED {rank} {told}\n{error}", flush=True)
+        try:
+            cr.Registry([cr.ParamSpec("p", (4,), "float32")], world)
+        except cr.CommunicationError as later:
+            same = later.report is not None and later.report.reason == report.reason
+            print(f"LATER {rank} {same}", flush=True)
+        # The launcher ends the others when one has ended.
+        meeting, expected = Path(sys.argv[5]) / "named", world.world_size - (kind != "swap")
+        meeting.mkdir(exist_ok=True)
+        (meeting / str(rank)).touch()
+        until = time.monotonic() + 20
+        while len(list(meeting.iterdir())) < expected and time.monotonic() < until:
+            time.sleep(0.01)
+        raise SystemExit(74) from None
+    print(f"FINE {rank}", flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
