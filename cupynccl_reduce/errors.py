@@ -25,6 +25,7 @@ Reason = Literal[
     "stopped",  # nothing comes from it: stopped, or its GIL is held
     "left",  # it closed its world while others still wait for it
     "did not call",  # it has not launched what others wait for
+    "did not start",  # it has launched that, and its stream has not got there
     "raised",  # an exception broke its world
     "mismatch",  # it launches something else
     "asynchronous error",  # the transport reported one

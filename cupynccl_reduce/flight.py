@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import threading
@@ -10,6 +9,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ __all__ = ["Flight", "Launched", "State"]
 
 KEEP = 64
 NAMED = 5
-_STATE = struct.Struct("=4sQQQQf8s")  # magic, step, queued, started, done, running seconds, digest
+DIGESTS = 4096  # a rank may run far ahead of another
+_STATE = struct.Struct("=4sQQQQQf8s")  # magic, then the fields of State
 _MAGIC = b"CNS1"
 
 
@@ -73,6 +74,7 @@ class State:
     """What ranks tell each other of their flights: counts of launches, and a digest of all."""
 
     step: int = 0
+    called: int = 0  # one more than queued while the host is inside a launch
     queued: int = 0
     started: int = 0
     done: int = 0
@@ -81,7 +83,7 @@ class State:
 
     def encode(self) -> bytes:
         """Return it as bytes."""
-        counts = self.step, self.queued, self.started, self.done
+        counts = self.step, self.called, self.queued, self.started, self.done
         return _STATE.pack(_MAGIC, *counts, self.running_s, self.digest)
 
     @classmethod
@@ -89,7 +91,9 @@ class State:
         """Return it, or None if `data` is none."""
         if len(data) != _STATE.size or data[: len(_MAGIC)] != _MAGIC:
             return None
-        return cls(*_STATE.unpack(data)[1:])
+        state = cls(*_STATE.unpack(data)[1:])
+        ordered = state.done <= state.started <= state.queued <= state.called
+        return state if ordered and 0 <= state.running_s < float("inf") else None
 
 
 class Flight:
@@ -108,8 +112,10 @@ class Flight:
         self._lock = threading.Lock()
         self._last: deque[Launched] = deque(maxlen=KEEP)
         self._flying: deque[Launched] = deque()
+        self._calling: Launched | None = None
         self._events: list[Any] = []  # passed: to be recorded again
-        self._digest = bytes(8)
+        self._digests: deque[bytes] = deque([bytes(8)], maxlen=DIGESTS)  # the last is of `queued`
+        self._told: dict[tuple[Any, ...], bytes] = {}
         self._queued = self._started = self._done = 0
         self.step = 0
 
@@ -126,20 +132,30 @@ class Flight:
         names: Sequence[str],
     ) -> Iterator[None]:
         """Note what the block queues on `stream`, once it has. Does not block the host."""
+        fields = what, bucket, dtype, nbytes, calls
+        told = self._told.get(fields)
+        if told is None:
+            if len(self._told) >= DIGESTS:  # arrival order may ask for ever new ones
+                self._told.clear()
+            told = self._told[fields] = repr(fields).encode()
+        digest = blake2b(self._digests[-1] + told, digest_size=8).digest()
         with self._lock:
             started = self._events.pop() if self._events else self._make_event()
             done = self._events.pop() if self._events else self._make_event()
+            number = self._queued + 1
+            launched = Launched(number, *fields, names, digest, self._clock(), started, done)
+            self._calling = launched
         started.record(stream)
-        yield
-        done.record(stream)
-        told = f"{self._queued} {what} {bucket} {dtype} {nbytes} {calls}".encode()
+        try:
+            yield
+            done.record(stream)
+        except BaseException:
+            self._calling = None
+            raise
         with self._lock:
-            self._queued += 1
-            self._digest = hashlib.blake2b(self._digest + told, digest_size=8).digest()
-            launched = Launched(
-                *(self._queued, what, bucket, dtype, nbytes, calls, names),
-                *(self._digest, self._clock(), started, done),
-            )
+            self._calling = None
+            self._queued = number
+            self._digests.append(digest)
             self._last.append(launched)
             self._flying.append(launched)
 
@@ -166,14 +182,24 @@ class Flight:
         """Return the counts of now."""
         with self._lock:
             return State(
-                *(self.step, self._queued, self._started, self._done),
-                *(self._running_s(), self._digest),
+                *(self.step, self._queued + (self._calling is not None)),
+                *(self._queued, self._started, self._done),
+                *(self._running()[1], self._digests[-1]),
             )
 
     def running(self) -> tuple[Launched | None, float]:
-        """Return the oldest launch that is not done, and the seconds for which it has run."""
+        """Return the oldest launch that is not done, and the seconds for which it has run.
+
+        One that the host is still inside of runs too, once all before it are done.
+        """
         with self._lock:
-            return (self._flying[0] if self._flying else None), self._running_s()
+            return self._running()
+
+    def digest(self, number: int) -> bytes | None:
+        """Return the digest of all launches up to one, if it is still kept."""
+        with self._lock:
+            back = self._queued - number
+            return self._digests[-1 - back] if 0 <= back < len(self._digests) else None
 
     def find(self, number: int) -> Launched | None:
         """Return a launch by its number, if it is still kept."""
@@ -185,18 +211,21 @@ class Flight:
         with self._lock:
             return [launched.as_json() for launched in self._last]
 
-    def _running_s(self) -> float:
-        first = self._flying[0] if self._flying else None
-        if first is None or first.started_at is None:
-            return 0.0
-        return self._clock() - first.started_at
+    def _running(self) -> tuple[Launched | None, float]:
+        first = self._flying[0] if self._flying else self._calling
+        if first is None:
+            return None, 0.0
+        if first is self._calling:
+            return first, self._clock() - first.queued_at
+        return first, 0.0 if first.started_at is None else self._clock() - first.started_at
 
 
 def parse_record(data: object) -> list[dict[str, Any]]:
     """Return another rank's record; what is malformed in it is left out."""
     if not isinstance(data, list):
         return []
-    kinds = {"number": int, "bucket": int, "nbytes": int, "calls": int, "dtype": str, "what": str}
+    numbers, words = ("number", "bucket", "nbytes", "calls"), ("what", "dtype", "digest")
+    kinds = dict.fromkeys(numbers, int) | dict.fromkeys(words, str)
     return [
         entry
         for entry in data[:KEEP]
@@ -214,6 +243,6 @@ def decode_notice(data: bytes) -> dict[str, Any]:
     """Return a notice, or {} if `data` is none."""
     try:
         fields = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}

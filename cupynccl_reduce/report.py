@@ -20,6 +20,7 @@ WORDS = {
     "stopped": "is silent",
     "left": "has left this world",
     "did not call": "did not call",
+    "did not start": "did not start",
     "raised": "failed",
     "mismatch": "launches something else",
     "asynchronous error": "met an error of the transport",

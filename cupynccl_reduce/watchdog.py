@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from .errors import Reason
@@ -15,7 +16,7 @@ from .flight import State, decode_notice, encode_notice, parse_record
 from .report import RankState, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from .errors import CommunicationError
     from .flight import Flight
@@ -59,6 +60,7 @@ class Watchdog:
         self._rank = rank
         self._flight = flight
         self._beats = beats
+        self._world_size = len(beats.peers())
         self._timeout_s = timeout_s
         self._make_error = make_error
         self._on_fault = on_fault
@@ -86,6 +88,8 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        with suppress(Exception):  # a fault now is nobody's
+            self._flight.poll()
         self._beats.publish(self._flight.state().encode())  # which the goodbye carries
 
     def raised(self, error: BaseException) -> None:
@@ -111,8 +115,7 @@ class Watchdog:
             self._flight.poll()
             self._check_async()
         except Exception as error:  # noqa: BLE001  # whatever a transport raises is a fault
-            if self._error is None:
-                self._error, self._error_due = error, now + COLLECT_S
+            self._note(error)
         self._beats.publish(self._flight.state().encode())
         self._take_notices(now)
         peers = self._beats.peers()
@@ -123,12 +126,23 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            self.tick()
+            try:
+                self.tick()
+            except Exception as error:  # noqa: BLE001  # looking must go on, and be heard of
+                self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        if self._error is None:
+            self._error, self._error_due = error, self._clock() + COLLECT_S
 
     def _look(self, peers: Sequence[Peer], now: float) -> None:
         """Find the first fault, if there is one."""
         states = {peer.rank: State.decode(peer.state) or State() for peer in peers}
         others = [peer for peer in peers if peer.rank != self._rank]
+        lost = [peer.rank for peer in others if peer.link == "lost"]
+        if lost:
+            self._find("died", lost, "its connection closed without a goodbye", now)
+            return
         if any(self._look_at(peer, states[peer.rank], now) for peer in others):
             return
         asked = self._asked
@@ -151,15 +165,12 @@ class Watchdog:
         """Find what another rank by itself shows; return whether that is a fault."""
         queued = self._flight.state().queued
         waits = self._asked is not None or self._error is not None or self._flight.running()[0]
-        ours = self._flight.find(state.queued)
-        if peer.link == "lost":
-            told = "its connection closed without a goodbye"
-            self._find("died", [peer.rank], told, now)
-        elif peer.link == "left" and waits and (self._asked is not None or state.done < queued):
+        ours = self._flight.digest(state.queued)
+        if peer.link == "left" and waits and (self._asked is not None or state.done < queued):
             told = f"it closed its world after {state.done} launches"
             self._find("left", [peer.rank], told, now)
-        elif ours is not None and ours.digest != state.digest:
-            self._find("mismatch", [peer.rank], "", now, number=state.queued)
+        elif ours is not None and ours != state.digest:
+            self._find("mismatch", sorted([peer.rank, self._rank]), "", now, number=state.queued)
         return self._cause is not None
 
     def _blame(
@@ -167,12 +178,16 @@ class Watchdog:
     ) -> None:
         """Say whom a launch that runs for too long waits for."""
         silent = [peer.rank for peer in others if peer.link == "silent"]
-        absent = [peer.rank for peer in others if states[peer.rank].queued < number]
-        if silent:
-            self._find("stopped", silent, SILENT, now, number=number)
+        absent = [peer.rank for peer in others if states[peer.rank].called < number]
+        waiting = [peer.rank for peer in others if states[peer.rank].started < number]
+        stopped = [rank for rank in silent if rank in waiting] or ([] if waiting else silent)
+        if stopped:
+            self._find("stopped", stopped, SILENT, now, number=number)
         elif absent:
-            told = "it has not launched this"
-            self._find("did not call", absent, told, now, number=number)
+            self._find("did not call", absent, "it has not launched this", now, number=number)
+        elif waiting and number <= self._flight.state().started:
+            told = "it has launched this, and its stream has not got there"
+            self._find("did not start", waiting, told, now, number=number)
         else:
             told = "every rank has launched it, and it does not end"
             self._find("fabric", [], told, now, number=number)
@@ -199,7 +214,8 @@ class Watchdog:
             known = reason in get_args(Reason) and isinstance(number, int) and number >= 0
             if not known or not isinstance(ranks, list) or not isinstance(told, str):
                 continue
-            if self._cause is None and all(isinstance(one, int) for one in ranks):
+            named = all(type(one) is int and 0 <= one < self._world_size for one in ranks)
+            if self._cause is None and named:
                 # The first cause wins. Who told it is aborting, so this rank has to as well.
                 self._cause = cast("Reason", reason), tuple(ranks), told[:MAX_TOLD], number
                 self._due = now + COLLECT_S
@@ -250,21 +266,30 @@ class Watchdog:
         """Return who differs in the first launch that ranks disagree on, as far as it is known."""
         records = {**self._records, self._rank: self._flight.record()}
         by_rank = {rank: {one["number"]: one for one in record} for rank, record in records.items()}
-        known = [set(numbers) for numbers in by_rank.values() if numbers]
-        for common in sorted(set.intersection(*known)) if known else []:
-            launches = {rank: numbers[common] for rank, numbers in by_rank.items() if numbers}
+        numbers = sorted({number for record in by_rank.values() for number in record})
+        for one in numbers:
+            having = {rank: record[one] for rank, record in by_rank.items() if one in record}
             groups: dict[tuple[Any, ...], list[int]] = {}
-            for rank in sorted(launches):
-                groups.setdefault(tuple(launches[rank][f] for f in FIELDS), []).append(rank)
+            all_so_far: dict[str, list[int]] = {}
+            for rank in sorted(having):
+                groups.setdefault(tuple(having[rank][f] for f in FIELDS), []).append(rank)
+                all_so_far.setdefault(having[rank]["digest"], []).append(rank)
             if len(groups) > 1:
-                # The most are taken to be right. Two against two are all to blame.
-                ordered = sorted(groups.values(), key=len, reverse=True)
-                odd = ordered if len(ordered[0]) == len(ordered[1]) else ordered[1:]
                 told = "; ".join(
                     f"rank {', '.join(map(str, ranks))}: "
                     + ", ".join(f"{f} {value}" for f, value in zip(FIELDS, values, strict=True))
                     for values, ranks in groups.items()
                 )
-                blamed = tuple(sorted(rank for ranks in odd for rank in ranks))
-                return blamed, common, f"at launch {common}, {told}"
+                return _odd_ones(groups.values()), one, f"at launch {one}, {told}"
+            if len(all_so_far) > 1:
+                told = f"they differ in a launch before {one}, which is not kept any more"
+                return _odd_ones(all_so_far.values()), one, told
         return blamed, number, f"they differ by launch {number} at the latest"
+
+
+def _odd_ones(groups: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the group that holds more than half; all where none does."""
+    sized = sorted(groups, key=len, reverse=True)
+    total = sum(map(len, sized))
+    odd = sized[1:] if 2 * len(sized[0]) > total else sized
+    return tuple(sorted(rank for ranks in odd for rank in ranks))

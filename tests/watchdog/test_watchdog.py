@@ -279,6 +279,99 @@ def test_a_swap_of_equal_sizes_is_a_mismatch() -> None:
         assert "rank 1: what reduce, bucket 1" in report.detail
 
 
+def test_two_that_differ_are_both_named_while_a_third_has_not_come() -> None:
+    ranks = Ranks(3)
+    for rank in range(3):
+        ranks.launch(rank, 0)
+    ranks.launch(0, 1)
+    ranks.launch(1, 7)
+    ranks.tick(2.0)
+    for report in ranks.reports():
+        assert (report.reason, report.ranks) == ("mismatch", (0, 1))
+        assert "at launch 2, rank 0: what reduce, bucket 1" in report.detail
+
+
+def test_a_difference_that_is_not_kept_any_more_names_both() -> None:
+    ranks = Ranks(2)
+    for number in range(100):
+        ranks.launch(0, number)
+        ranks.launch(1, 7 if number == 10 else number)
+        ranks.run_collectives()
+    ranks.tick(2.0)
+    for report in ranks.reports():
+        assert (report.reason, report.ranks) == ("mismatch", (0, 1))
+        assert "before 37" in report.detail
+
+
+def test_a_rank_far_ahead_is_compared_too() -> None:
+    ranks = Ranks(2)
+    for number in range(400):
+        ranks.launch(0, number)
+    for number in range(300):
+        ranks.launch(1, 7 if number == 299 else number)
+        ranks.run_collectives()
+        if number == 298:
+            ranks.tick(2.0)
+            assert ranks.errors == [[], []]
+    ranks.tick(2.0)
+    for report in ranks.reports():
+        assert (report.reason, report.ranks) == ("mismatch", (0, 1))
+
+
+def test_a_host_that_stays_inside_a_launch_is_a_fault() -> None:
+    ranks = Ranks(2)
+    what: dict[str, Any] = {"what": "reduce", "bucket": 0, "dtype": "f", "nbytes": 1, "calls": 1}
+    with ranks.flights[0].launch(ranks.streams[0], **what, names=("a",)):
+        ranks.tick(TIMEOUT_S + 3.0)
+    for report in ranks.reports():
+        assert (report.reason, report.ranks) == ("did not call", (1,))
+    assert ranks.errors[0][0].report.launch["number"] == 1
+
+
+def test_a_stream_that_does_not_get_there_is_named() -> None:
+    ranks = Ranks(3)
+    for rank in range(3):
+        ranks.launch(rank, 0)
+    for rank in (0, 2):
+        ranks.streams[rank][0].done = True
+    ranks.tick(TIMEOUT_S + 3.0)
+    for report in ranks.reports():
+        assert (report.reason, report.ranks) == ("did not start", (1,))
+
+
+def test_a_silent_rank_that_has_started_is_not_the_one_to_blame() -> None:
+    ranks = Ranks(3)
+    for rank in (0, 1):
+        ranks.launch(rank, 0)
+        ranks.streams[rank][0].done = True
+    ranks.tick(0.2)
+    ranks.link(1, "silent")
+    ranks.tick(TIMEOUT_S + 3.0)
+    for report in ranks.reports(but={1}):
+        assert (report.reason, report.ranks) == ("did not call", (2,))
+
+
+def test_all_that_died_are_named() -> None:
+    ranks = Ranks(4)
+    ranks.tick(0.2)
+    ranks.link(2, "lost")
+    ranks.link(3, "lost")
+    ranks.tick(2.0)
+    assert {r.ranks for r in ranks.reports(but={2, 3})} == {(2, 3)}
+
+
+def test_a_goodbye_carries_what_was_done_by_then() -> None:
+    ranks = Ranks(2)
+    ranks.step()
+    ranks.flights[0].poll()
+    ranks.dogs[1].stop()  # it has not looked since
+    ranks.link(1, "left")
+    ranks.launch(0, 9)  # what comes later waits for it after all
+    ranks.tick(3.0)
+    assert [(r.reason, r.ranks) for r in ranks.reports(but={1})] == [("left", (1,))]
+    assert "after 3 launches" in ranks.errors[0][0].report.detail
+
+
 def test_garbage_changes_nothing() -> None:
     ranks = Ranks(2)
     rng = random.Random(1)
@@ -287,6 +380,14 @@ def test_garbage_changes_nothing() -> None:
         ranks.board.inboxes[0].append((1, rng.randbytes(rng.randrange(60))))
         ranks.board.inboxes[0].append((1, b'{"reason":"died","ranks":"1","text":3,"number":-1}'))
         ranks.board.inboxes[0].append((1, b'{"reason":"bored","ranks":[1],"text":"x"}'))
+        ranks.board.inboxes[0].append((1, b'{"reason":"died","ranks":[99,-1,true],"text":"x"}'))
+        ranks.dogs[0].tick()
+    ranks.board.inboxes[0].append((1, b"[" * 60_000))
+    ranks.dogs[0].tick()
+    impossible = State(queued=1, called=1, started=9)
+    for state in (impossible, State(running_s=float("nan"))):
+        assert State.decode(state.encode()) is None
+        ranks.board.rows[1] = replace(ranks.board.rows[1], state=state.encode())
         ranks.dogs[0].tick()
     assert ranks.errors == [[], []]
 
