@@ -1,6 +1,6 @@
 """The fault matrix: what one rank suffers is named on every other rank, and the job ends.
 
-A seeded sample runs by default, all of it with TEST_FAULTS=all (about fifteen minutes).
+A seeded sample runs by default, all of it with TEST_FAULTS=all (about ten minutes).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CASES = [
     for point in POINTS
     for ranks in (2, 3, 4)
     for bad in {0, ranks - 1}
-    if (kind, point) not in LEFT_OUT
+    # Of two, Open MPI 5 ends the other at once when one exits with a code, recovery or not.
+    if (kind, point) not in LEFT_OUT and (kind, ranks) != ("_exit", 2)
 ]
 SAMPLE = 16
 
