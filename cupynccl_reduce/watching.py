@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .errors import CommunicationError, LayoutError
 from .flight import Flight
@@ -25,7 +25,7 @@ Check = Literal["heartbeat", "sync", "off"]
 ABORTED = 74  # exit code of a process whose world broke
 ABORT_S = 10.0
 
-_open: list[World] = []  # joined under a launcher, and not known to have ended well
+_joined: list[World] = []  # under a launcher: all that have not ended well, and the last
 
 
 def check_watch(timeout_s: float, check: Check) -> None:
@@ -58,10 +58,15 @@ def watch(world: World, beats: Beats, timeout_s: float) -> None:
 
 
 def leave_safely(world: World) -> None:
-    """At interpreter exit, do not wait for the peers of a world that broke or was not closed."""
-    if not _open:
-        atexit.register(_leave)
-    _open.append(world)
+    """At interpreter exit, do not wait for the peers of a world that broke or was not closed.
+
+    Where a world broke and a later one ended well, its ranks are all there: nothing is special.
+    """
+    if not _joined:
+        atexit.register(_leave, os.getpid())
+    ended_well = [one for one in _joined if one.status.closed and one.status.fault is None]
+    _joined[:] = [one for one in _joined if one not in ended_well]
+    _joined.append(world)
 
 
 def _make_error(report: Report) -> CommunicationError:
@@ -98,10 +103,12 @@ def _end(told: str) -> None:
     os._exit(ABORTED)
 
 
-def _leave() -> None:
+def _leave(process: int) -> None:
     """MPI_Finalize waits for every rank, so that one which broke its world must not get there."""
-    broken: list[Any] = [world for world in _open if world.status.fault is not None]
-    left = [world for world in _open if world.status.fault is None and not world.status.closed]
+    if os.getpid() != process:
+        return  # a forked child: nothing here is its own
+    last = _joined[-1]
+    left = [world for world in _joined if world.status.fault is None and not world.status.closed]
     for world in left:
         told = f"rank {world.rank} ends without world.close(): its peers see it leave"
         with suppress(Exception):
@@ -109,8 +116,8 @@ def _leave() -> None:
         closing = threading.Thread(target=_close, args=(world,), daemon=True)
         closing.start()
         closing.join(ABORT_S / 2)
-    if broken:
-        _end(f"rank {broken[0].rank} ends with a broken world; exit code {ABORTED}")
+    if last.status.fault is not None:
+        _end(f"rank {last.rank} ends with a broken world; exit code {ABORTED}")
 
 
 def _close(world: World) -> None:

@@ -95,7 +95,8 @@ def test_abort_frees_ranks_that_wait(runner: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "world_size"), [("again", 1), ("again", 2), ("user_initialised", 2), ("worker", 2)]
+    ("case", "world_size"),
+    [("again", 1), ("again", 2), ("rejoin", 3), ("user_initialised", 2), ("worker", 2)],
 )
 def test_it_goes_well(case: str, world_size: int) -> None:
     result = mpirun(world_size, "cases.py", case)

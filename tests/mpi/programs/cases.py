@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import threading
 from typing import Any
@@ -160,6 +161,21 @@ def abort() -> None:
     MPI.COMM_WORLD.Barrier()  # the launcher ends the others when one has ended
 
 
+def rejoin() -> None:
+    """A world that broke while all ranks live makes way for another, and the job ends well."""
+    world = cr.connect()
+    world.control.all_gather(b"")
+    world.fail(ValueError("planted"))
+    world.close()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with cr.connect() as world:
+        assert len(world.control.all_gather(b"")) == world.world_size
+        say(world.rank, "rejoin")
+
+
 def again() -> None:
     """close() then connect(), three times in one process; no thread stays."""
     threads = threading.active_count()
@@ -229,7 +245,7 @@ CASES = {
     function.__name__: function
     for function in (
         *(direct, mismatch, missing, alone_in_a_collective, alone_in_backward, alone_in_control),
-        *(abort, again, user_initialised, worker, refused),
+        *(abort, again, rejoin, user_initialised, worker, refused),
     )
 }
 
