@@ -69,6 +69,7 @@ class Channel:
         self._gathered: dict[int, list[bytes]] = {}
         self._turn = 0
         self._ending = False
+        self._over = False
         self._aborted = False
         self._failure: BaseException | None = None
         self._context, self._socket = open_socket(rank, source)
@@ -201,10 +202,9 @@ class Channel:
 
     def _send(self, kind: Kind, body: bytes, turn: int = 0) -> None:
         self._outbox.append((kind, turn, body))
-        with suppress(
-            BlockingIOError, OSError
-        ):  # full: it wakes up anyway; closed: nobody is there
-            os.write(self._wake_write, b"x")
+        with self._changed, suppress(BlockingIOError):  # full: it wakes up anyway
+            if not self._over:  # else the number may be another file's by now
+                os.write(self._wake_write, b"x")
 
     # The thread that owns the sockets.
 
@@ -242,9 +242,10 @@ class Channel:
         finally:
             self._socket.disable_monitor()
             self._context.destroy(linger=LINGER_MS)
-            os.close(self._wake_read)
-            os.close(self._wake_write)
             with self._changed:
+                self._over = True
+                os.close(self._wake_read)
+                os.close(self._wake_write)
                 self._changed.notify_all()
 
     def _take_all(self) -> None:

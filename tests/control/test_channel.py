@@ -259,6 +259,17 @@ def test_a_stranger_with_the_key_changes_nothing() -> None:
         context.destroy(linger=500)
 
 
+def test_a_closed_channel_writes_into_nobodys_file() -> None:
+    channel = Channel(0, 1, Server("127.0.0.1"))
+    channel.close()
+    pipes = [os.pipe() for _ in range(8)]  # they take over the numbers that are free now
+    channel.tell(b"late")
+    for read, write in pipes:
+        os.close(write)
+        assert os.read(read, 1) == b""
+        os.close(read)
+
+
 def test_a_forked_child_has_no_channel() -> None:
     server = Server("127.0.0.1")
     channel = Channel(0, 1, server)
