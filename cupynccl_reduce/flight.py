@@ -145,8 +145,8 @@ class Flight:
             number = self._queued + 1
             launched = Launched(number, *fields, names, digest, self._clock(), started, done)
             self._calling = launched
-        started.record(stream)
         try:
+            started.record(stream)
             yield
             done.record(stream)
         except BaseException:
@@ -231,7 +231,15 @@ def parse_record(data: object) -> list[dict[str, Any]]:
         for entry in data[:KEEP]
         if isinstance(entry, dict)
         and all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
+        and all(_is_flat(value) for value in entry.values())
     ]
+
+
+def _is_flat(value: object) -> bool:
+    """Whether it is a word, a number, nothing or a list of words: what a record is made of."""
+    if isinstance(value, list):
+        return all(isinstance(one, str) for one in value)
+    return value is None or isinstance(value, (str, int, float))
 
 
 def encode_notice(**fields: Any) -> bytes:

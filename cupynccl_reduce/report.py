@@ -85,8 +85,12 @@ class Report:
         """Write it to a file, all or nothing. Blocks the host."""
         target = Path(path)
         partial = target.with_name(f"{target.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self.as_json(), indent=1), "utf-8")
-        partial.replace(target)
+        try:
+            partial.write_text(json.dumps(self.as_json(), indent=1), "utf-8")
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     def _who(self) -> str:
         if not self.ranks:

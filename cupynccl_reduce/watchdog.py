@@ -195,6 +195,7 @@ class Watchdog:
     def _find(
         self, reason: Reason, ranks: Sequence[int], told: str, now: float, *, number: int = 0
     ) -> None:
+        told = told[:MAX_TOLD]
         self._cause = reason, tuple(ranks), told, number
         self._due = now + COLLECT_S
         self._tell(reason=reason, ranks=list(ranks), text=told, number=number)
@@ -208,14 +209,16 @@ class Watchdog:
     def _take_notices(self, now: float) -> None:
         for rank, data in self._beats.notices():
             fields = decode_notice(data)
-            self._records[rank] = parse_record(fields.get("record"))
             reason, ranks, told = fields.get("reason"), fields.get("ranks"), fields.get("text")
             number = fields.get("number", 0)
-            known = reason in get_args(Reason) and isinstance(number, int) and number >= 0
+            known = reason in get_args(Reason) and type(number) is int and number >= 0
             if not known or not isinstance(ranks, list) or not isinstance(told, str):
                 continue
             named = all(type(one) is int and 0 <= one < self._world_size for one in ranks)
-            if self._cause is None and named:
+            if not named or (reason == "fabric") != (not ranks):
+                continue
+            self._records[rank] = parse_record(fields.get("record"))
+            if self._cause is None:
                 # The first cause wins. Who told it is aborting, so this rank has to as well.
                 self._cause = cast("Reason", reason), tuple(ranks), told[:MAX_TOLD], number
                 self._due = now + COLLECT_S

@@ -68,9 +68,7 @@ class Channel:
         self._notices: deque[tuple[int, bytes]] = deque()
         self._gathered: dict[int, list[bytes]] = {}
         self._turn = 0
-        self._ending = False
-        self._over = False
-        self._aborted = False
+        self._ending = self._over = self._aborted = False
         self._failure: BaseException | None = None
         self._context, self._socket = open_socket(rank, source)
         self._node: Hub | Leaf = (
@@ -180,9 +178,10 @@ class Channel:
 
     def abort(self) -> None:
         """Free whoever waits in all_gather; notices still come and go until close(). Idempotent."""
-        with self._changed:
-            self._aborted = True
-            self._changed.notify_all()
+        if os.getpid() == self._process:  # else the lock may be held, for ever
+            with self._changed:
+                self._aborted = True
+                self._changed.notify_all()
 
     def _check(self) -> None:
         if os.getpid() != self._process:
@@ -198,6 +197,8 @@ class Channel:
     def _late(self, turn: int) -> list[Peer]:
         """Return the ranks that have not come to `turn`, as far as is known here."""
         turns = self._node.turns()
+        if self._node.peers()[0].link != "up":
+            turns[0] = -1  # it came, perhaps, but it does not answer
         return [p for p in self._node.peers() if turns[p.rank] < turn and p.rank != self._rank]
 
     def _send(self, kind: Kind, body: bytes, turn: int = 0) -> None:
@@ -211,9 +212,8 @@ class Channel:
     def _serve(self) -> None:
         monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        for source in (self._socket, monitor, self._wake_read):
+            poller.register(source, zmq.POLLIN)
         pause_s = BEAT_S * max(1.0, self._world_size / 64)  # a table goes to every rank
         next_beat = time.monotonic()
         try:

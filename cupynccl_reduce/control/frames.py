@@ -150,7 +150,11 @@ class Invitation:
         if len(data) <= _INVITATION.size or data[: len(_MAGIC)] != _MAGIC:
             return None
         _, port, *keys = _INVITATION.unpack_from(data)
-        return cls(data[_INVITATION.size :].decode(), port, *keys)
+        try:
+            host = data[_INVITATION.size :].decode()
+        except UnicodeDecodeError:
+            return None
+        return cls(host, port, *keys)
 
 
 def peers_of(rows: Sequence[Row], later_s: float = 0.0) -> list[Peer]:

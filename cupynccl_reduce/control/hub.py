@@ -197,7 +197,7 @@ class Leaf:
     ) -> Messages:
         """Note one message of rank 0; a replayed or malformed one changes nothing."""
         known = self._rank_0
-        if frame.number <= known.number or frame.rank >= self._world_size:
+        if frame.number <= known.number or frame.rank >= self._world_size or known.left:
             return []
         if frame.kind is Kind.TABLE:
             rows = decode_rows(frame.body, self._world_size)

@@ -31,7 +31,8 @@ class LocalControl:
 
     def publish(self, state: bytes) -> None:
         """Set what the others see of this rank."""
-        self._meeting.shown[self._rank] = (state, time.monotonic(), False)
+        gone = self._meeting.shown[self._rank][2]
+        self._meeting.shown[self._rank] = (state, time.monotonic(), gone)
 
     def peers(self) -> list[Peer]:
         """Return all ranks as last heard of. A thread that ended without close() is "silent"."""
