@@ -16,10 +16,11 @@ if [ "${1:-}" = --memcheck ]; then
     PATH=$PATH:/usr/local/cuda/bin
     command -v compute-sanitizer >/dev/null || fail "compute-sanitizer (CUDA toolkit) is not on PATH"
     tests="gpu and not pool"
-    export TEST_EXACT_MEMORY=1
+    export TEST_EXACT_MEMORY=1 TEST_PATIENCE=10
     # NCCL and torch try calls that fail and take another way: errors of the API are theirs. NCCL's
-    # kernels poll their peers, which watching slows down past every limit.
+    # kernels poll their peers, which watching slows down past every limit. A backtrace of the host
+    # would keep every Python frame that called CUDA, and with it whole autograd graphs.
     watched=(compute-sanitizer --tool memcheck --target-processes all --report-api-errors no
-        --kernel-name-exclude kns=nccl --error-exitcode 99)
+        --kernel-name-exclude kns=nccl --show-backtrace device --error-exitcode 99)
 fi
 "${watched[@]}" "$python" -m pytest -m "$tests" -rfEsxX --durations=5 "$@"

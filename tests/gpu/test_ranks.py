@@ -15,6 +15,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 PROGRAMS = Path(__file__).parent / "programs"
+# Memcheck slows a program down many times: it is given more time.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 LIMIT_S = 240
 
 
@@ -41,7 +43,7 @@ def start(
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=limit_s * PATIENCE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()

@@ -17,6 +17,8 @@ __all__ = ["Result", "environment", "mpirun"]
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 120.0
+# Memcheck slows a program down many times: it is given more time.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "1"))
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "TORCHELASTIC_")
 PATHS = (Path(cupynccl_reduce.__file__).parents[1], Path(__file__).parents[1])
 
@@ -92,7 +94,7 @@ def run(command: list[str], env: dict[str, str], limit_s: float = LIMIT_S) -> Re
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=limit_s)
+        stdout, stderr = process.communicate(timeout=limit_s * PATIENCE)
     except BaseException:
         # SIGTERM first: mpirun then ends its ranks, which are in groups of their own.
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -175,7 +175,7 @@ def replays_cost_the_host_next_to_nothing(world: cr.World) -> None:
 
 @check
 def a_capture_with_work_in_flight_is_refused(world: cr.World) -> None:
-    """The last check: a launch that is refused half way breaks its world."""
+    """A launch that is refused half way breaks its world; main() goes on with another."""
     registry = cr.Registry([cr.ParamSpec("p", (1000,), "float32")], world)
     stream = cupy.cuda.Stream(non_blocking=True)
     reducer = cr.Reducer(registry)
@@ -195,6 +195,17 @@ def a_capture_with_work_in_flight_is_refused(world: cr.World) -> None:
         finally:
             stream.end_capture()
         assert "call synchronize() before the capture" in told
+
+
+@check
+def a_second_world_of_the_process_is_whole(world: cr.World) -> None:
+    registry = cr.Registry([cr.ParamSpec("p", (1000,), "float32")], world)
+    with cr.Reducer(registry, op="sum") as reducer:
+        with reducer.backward():
+            reducer.reduce_grad("p", cupy.full((1000,), world.rank + 1.0, "float32"))
+        reducer.synchronize()
+        total = world.world_size * (world.world_size + 1) / 2
+        assert (to_numpy(registry.shards["p"]) == total).all()
 
 
 if __name__ == "__main__":

@@ -60,17 +60,24 @@ def integers(key: tuple[int, ...], shape: tuple[int, ...], top: int = 8) -> np.n
 
 
 def main(*, share_gpu: bool) -> None:
-    """Run every check on one world; print a line each. A failure ends the job (-m mpi4py)."""
-    with cr.connect("cuda", share_gpu=share_gpu) as world:
-        names = sys.argv[1:]
-        for function in CHECKS:
-            if names and function.__name__ not in names:
-                continue
-            try:
-                function(world)
-            except BaseException:
-                print(f"FAIL {function.__name__} rank {world.rank}", flush=True)
-                traceback.print_exc()
-                raise
-            print(f"OK {function.__name__} rank {world.rank}", flush=True)
+    """Run every check, or those named; print a line each. A failure ends the job (-m mpi4py).
+
+    All run on one world, but a check that breaks it is followed by one on a new world.
+    """
+    names = sys.argv[1:]
+    wanted = [function for function in CHECKS if not names or function.__name__ in names]
+    while wanted:
+        with cr.connect("cuda", share_gpu=share_gpu) as world:
+            while wanted and world.usable:
+                _run(wanted.pop(0), world)
     print(f"ALL OK rank {world.rank} of {world.world_size}", flush=True)
+
+
+def _run(function: Callable[[cr.World], None], world: cr.World) -> None:
+    try:
+        function(world)
+    except BaseException:
+        print(f"FAIL {function.__name__} rank {world.rank}", flush=True)
+        traceback.print_exc()
+        raise
+    print(f"OK {function.__name__} rank {world.rank}", flush=True)
