@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from .errors import Reason
     from .peers import Link
 
-__all__ = ["RankState", "Report"]
+__all__ = ["RankState", "Report", "first_difference"]
 
 NAMED_RANKS = 8
+COMPARED = ("what", "bucket", "dtype", "nbytes", "calls")  # of a launch
 WORDS = {
     "died": "died",
     "stopped": "is silent",
@@ -98,3 +101,37 @@ class Report:
         named = ", ".join(map(str, self.ranks[:NAMED_RANKS]))
         named += ", ..." if len(self.ranks) > NAMED_RANKS else ""
         return f"rank{'s' * (len(self.ranks) > 1)} {named} {WORDS[self.reason]}"
+
+
+def first_difference(
+    records: Mapping[int, list[dict[str, Any]]],
+) -> tuple[tuple[int, ...], int, str] | None:
+    """Return who differs, in which launch and how: the first in which records of ranks differ."""
+    by_rank = {rank: {one["number"]: one for one in record} for rank, record in records.items()}
+    numbers = sorted({number for record in by_rank.values() for number in record})
+    for one in numbers:
+        having = {rank: record[one] for rank, record in by_rank.items() if one in record}
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        all_so_far: dict[str, list[int]] = {}
+        for rank in sorted(having):
+            groups.setdefault(tuple(having[rank][f] for f in COMPARED), []).append(rank)
+            all_so_far.setdefault(having[rank]["digest"], []).append(rank)
+        if len(groups) > 1:
+            told = "; ".join(
+                f"rank {', '.join(map(str, ranks))}: "
+                + ", ".join(f"{f} {value}" for f, value in zip(COMPARED, values, strict=True))
+                for values, ranks in groups.items()
+            )
+            return _odd_ones(groups.values()), one, f"at launch {one}, {told}"
+        if len(all_so_far) > 1:
+            told = f"they differ in a launch before {one}, which is not kept any more"
+            return _odd_ones(all_so_far.values()), one, told
+    return None
+
+
+def _odd_ones(groups: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the group that holds more than half; all where none does."""
+    sized = sorted(groups, key=len, reverse=True)
+    total = sum(map(len, sized))
+    odd = sized[1:] if 2 * len(sized[0]) > total else sized
+    return tuple(sorted(rank for ranks in odd for rank in ranks))

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from .errors import Reason
 from .flight import State, decode_notice, encode_notice, parse_record
-from .report import RankState, Report
+from .report import RankState, Report, first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from .errors import CommunicationError
     from .flight import Flight
     from .peers import Beats, Peer
+    from .sentinel import Sentinel
 
 __all__ = ["Watchdog"]
 
 TICK_S = 0.1
 COLLECT_S = 1.0  # for the other ranks' records, and for the reason behind a transport's error
-FIELDS = ("what", "bucket", "dtype", "nbytes", "calls")
 SILENT = "nothing comes from it: stopped, or something holds its GIL"
 MAX_TOLD = 4000  # characters of an error that travel
 
@@ -42,6 +42,7 @@ class Watchdog:
         make_error: makes what this rank is to raise of the report.
         on_fault: called with that error, in the watchdog's thread.
         check_async: raises if the transport has met an error.
+        sentinel: ends the process when this one's thread does not get to run.
         clock: gives seconds.
     """
 
@@ -55,6 +56,7 @@ class Watchdog:
         make_error: Callable[[Report], CommunicationError],
         on_fault: Callable[[CommunicationError], None],
         check_async: Callable[[], object] = lambda: None,
+        sentinel: Sentinel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank = rank
@@ -65,6 +67,7 @@ class Watchdog:
         self._make_error = make_error
         self._on_fault = on_fault
         self._check_async = check_async
+        self._sentinel = sentinel
         self._clock = clock
         self._cause: tuple[Reason, tuple[int, ...], str, int] | None = None
         self._due = 0.0  # when the report is made, whoever has answered by then
@@ -80,6 +83,8 @@ class Watchdog:
 
     def start(self) -> None:
         """Look from now on, in a daemon thread."""
+        if self._sentinel is not None:
+            self._sentinel.feed()  # the thread may never get to run
         self._thread = threading.Thread(target=self._run, name="cupynccl-watchdog", daemon=True)
         self._thread.start()
 
@@ -126,10 +131,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
+            if self._sentinel is not None:
+                self._sentinel.feed()
             try:
                 self.tick()
             except Exception as error:  # noqa: BLE001  # looking must go on, and be heard of
                 self._note(error)
+        if self._sentinel is not None:
+            self._sentinel.stop()
 
     def _note(self, error: Exception) -> None:
         if self._error is None:
@@ -234,7 +243,11 @@ class Watchdog:
         assert self._cause is not None
         reason, ranks, told, number = self._cause
         if reason == "mismatch":
-            ranks, number, told = self._first_difference(ranks, number)
+            records = {**self._records, self._rank: self._flight.record()}
+            ranks, number, told = first_difference(records) or (
+                *(ranks, number),
+                f"they differ by launch {number} at the latest",
+            )
         launched, seconds = self._flight.running()
         found = self._flight.find(number) or launched
         rows = []
@@ -262,37 +275,3 @@ class Watchdog:
         )
         self._reported.set()
         self._on_fault(self._told)
-
-    def _first_difference(
-        self, blamed: tuple[int, ...], number: int
-    ) -> tuple[tuple[int, ...], int, str]:
-        """Return who differs in the first launch that ranks disagree on, as far as it is known."""
-        records = {**self._records, self._rank: self._flight.record()}
-        by_rank = {rank: {one["number"]: one for one in record} for rank, record in records.items()}
-        numbers = sorted({number for record in by_rank.values() for number in record})
-        for one in numbers:
-            having = {rank: record[one] for rank, record in by_rank.items() if one in record}
-            groups: dict[tuple[Any, ...], list[int]] = {}
-            all_so_far: dict[str, list[int]] = {}
-            for rank in sorted(having):
-                groups.setdefault(tuple(having[rank][f] for f in FIELDS), []).append(rank)
-                all_so_far.setdefault(having[rank]["digest"], []).append(rank)
-            if len(groups) > 1:
-                told = "; ".join(
-                    f"rank {', '.join(map(str, ranks))}: "
-                    + ", ".join(f"{f} {value}" for f, value in zip(FIELDS, values, strict=True))
-                    for values, ranks in groups.items()
-                )
-                return _odd_ones(groups.values()), one, f"at launch {one}, {told}"
-            if len(all_so_far) > 1:
-                told = f"they differ in a launch before {one}, which is not kept any more"
-                return _odd_ones(all_so_far.values()), one, told
-        return blamed, number, f"they differ by launch {number} at the latest"
-
-
-def _odd_ones(groups: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the group that holds more than half; all where none does."""
-    sized = sorted(groups, key=len, reverse=True)
-    total = sum(map(len, sized))
-    odd = sized[1:] if 2 * len(sized[0]) > total else sized
-    return tuple(sorted(rank for ranks in odd for rank in ranks))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from .errors import CommunicationError, LayoutError
 from .flight import Flight
+from .sentinel import STUCK, Sentinel
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = ["ABORTED", "Check", "check_watch", "leave_safely", "watch"]
 Check = Literal["heartbeat", "sync", "off"]
 ABORTED = 74  # exit code of a process whose world broke
 ABORT_S = 10.0
+PATIENCE = 10  # times the timeout, until a process that holds its GIL is ended
 
 _joined: list[World] = []  # under a launcher: all that have not ended well, and the last
 
@@ -39,8 +41,12 @@ def check_watch(timeout_s: float, check: Check) -> None:
         raise LayoutError(msg)
 
 
-def watch(world: World, beats: Beats, timeout_s: float) -> None:
-    """Start the watchdog of a world: from now on every fault is a named error on all ranks."""
+def watch(world: World, beats: Beats, timeout_s: float, *, alone: bool = True) -> None:
+    """Start the watchdog of a world: from now on every fault is a named error on all ranks.
+
+    `alone` in its process, a rank whose GIL is held for ten timeouts ends it with code 75: the
+    others have given it up by then, and the launcher would wait for it.
+    """
     status = world.status
     # The race detector follows the events of its runtime: those of another thread are none of its.
     status.flight = Flight(getattr(world.runtime, "unfollowed_event", world.runtime.event))
@@ -53,6 +59,7 @@ def watch(world: World, beats: Beats, timeout_s: float) -> None:
         make_error=_make_error,
         on_fault=lambda error: _abort(world, error),
         check_async=check_async,
+        sentinel=_sentinel(world.rank, PATIENCE * timeout_s) if alone else None,
     )
     status.watchdog.start()
 
@@ -67,6 +74,15 @@ def leave_safely(world: World) -> None:
     ended_well = [one for one in _joined if one.status.closed and one.status.fault is None]
     _joined[:] = [one for one in _joined if one not in ended_well]
     _joined.append(world)
+
+
+def _sentinel(rank: int, limit_s: float) -> Sentinel | None:
+    told = f"cupynccl_reduce: rank {rank} let no Python thread run for {limit_s:g} s (something "
+    told += f"holds its GIL, or it was stopped); the process ends with exit code {STUCK}"
+    try:
+        return Sentinel(limit_s, told)
+    except (OSError, AttributeError):  # no more timers, or none at all: the rest works without
+        return None
 
 
 def _make_error(report: Report) -> CommunicationError:

@@ -121,7 +121,7 @@ def run_local(
             with _join(place, HostRuntime(), communicator, control) as world:
                 world.status.compares = check == "sync"
                 if check != "off" and world_size > 1:
-                    watch(world, control, timeout_s)
+                    watch(world, control, timeout_s, alone=False)
                 results[rank] = function(world)
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             error.add_note(f"on rank {rank} of {world_size} (run_local)")

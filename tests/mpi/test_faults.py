@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from mpi.launch import mpirun
 
+from cupynccl_reduce.sentinel import STUCK
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -69,6 +71,13 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
     result = mpirun(3, "faults.py", "kill", "wait", "1", "host", str(tmp_path), runner=())
     assert result.returncode != 0
     assert not result.lines("FINE")
+
+
+def test_a_rank_that_holds_its_gil_for_ever_ends_with_code_75() -> None:
+    result = mpirun(2, "stuck.py", runner=())
+    assert result.returncode == STUCK, result
+    assert result.lines("TOLD (1,)")
+    assert "rank 1 let no Python thread run for 5 s" in result.stderr
 
 
 def start_and_check(case: tuple[str, str, int, int], runtime: str, folder: Path) -> None:

@@ -291,7 +291,7 @@ def test_a_state_survives_its_bytes_and_nothing_else_is_one() -> None:
 
 
 def test_a_notice_survives_its_bytes_and_garbage_is_none() -> None:
-    fields = {"reason": "died", "ranks": [1], "text": "ü\ud800\n", "record": []}
+    fields = {"reason": "died", "ranks": [1], "text": "\u00fc\ud800\n", "record": []}
     assert decode_notice(encode_notice(**fields)) == fields
     for data in (b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 60_000, b'{"a":' * 20_000):
         assert decode_notice(data) == {}

@@ -100,7 +100,7 @@ def test_it_is_written_whole_over_what_was_there(tmp_path: Path) -> None:
     for path in (target, str(target)):
         REPORT.write(path)
         assert json.loads(target.read_text()) == json.loads(json.dumps(REPORT.as_json()))
-    odd = replace(REPORT, detail="ü \ud800 \U0001f600")
+    odd = replace(REPORT, detail="\u00fc \ud800 \U0001f600")
     odd.write(target)
     assert json.loads(target.read_text())["detail"] == odd.detail
     assert os.listdir(tmp_path) == ["report.json"]  # noqa: PTH208  # names alone
