@@ -58,8 +58,9 @@ class MismatchError(ReduceError, RuntimeError):
 
 
 class CommunicationError(ReduceError, RuntimeError):
-    """A collective failed, or the world was broken before; the first cause is `__cause__`.
+    """A collective failed, or the world was broken before.
 
+    `__cause__` is the world's first fault, or what the transport raised because of it.
     `report` (a report.Report) holds what the watchdog found, if it did: reason, ranks to blame,
     the launch that waits, what every rank has done, and the last launches of all. `ranks` are those
     to blame, where they are known.

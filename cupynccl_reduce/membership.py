@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .agreement import agree
-from .errors import CommunicationError, MismatchError, ProtocolError
+from .errors import CommunicationError, LayoutError, MismatchError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .protocols import Communicator, Control, Runtime
     from .watchdog import Watchdog
 
-__all__ = ["Status", "World"]
+__all__ = ["Status", "World", "join"]
 
 T = TypeVar("T")
 
@@ -30,10 +30,12 @@ class Status:
     flight: Flight | None = None  # of what is launched, where somebody watches it
     watchdog: Watchdog | None = None
     compares = False  # whether every launch is compared before it is queued
+    rejoin: Callable[[World], World] | None = None  # makes the world of the survivors
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.closed = False
+        self.shrunk = False  # its survivors have another world, or tried to
         self.fault: BaseException | None = None
         self.open_backward: object | None = None
         self.kept: list[object] = []  # what queued work of a broken world may still use
@@ -69,7 +71,7 @@ class World:
         if self.status.fault is not None:
             msg = (
                 f"rank {self.rank}: this world is broken ({_tell(self.status.fault)}); "
-                "leave it and connect again"
+                "shrink() it, or leave it and connect again"
             )
             raise self._like(msg) from self.status.fault
         if self.status.closed:
@@ -130,6 +132,49 @@ class World:
             raise self._broken() from self.status.fault
         return result
 
+    def shrink(self) -> World:
+        """Return a world of the ranks that survived this one's fault, in their old order.
+
+        Call it once, outside of backward(), when an error said that the world is broken. Collective
+        among the survivors, blocks the host: until all ranks that still answer have called it, for
+        connect()'s `timeout_s` at most. This world is closed by it. Its arrays stay readable, but
+        the shards of the ranks that are gone are lost: build a new registry and reducer on the new
+        world, and load parameters and optimizer state from a checkpoint. `world_size` is another,
+        so a mean over ranks has another divisor.
+
+        What started the ranks must let the others live when one dies: mpirun does with
+        `--enable-recovery`. As MPI itself is lost by then, the process ends at exit without it,
+        with code 0, 1 after an unhandled exception, or 74 if the new world broke, too.
+
+        Raises:
+            ProtocolError: this world is not broken, is closed, or was shrunk already.
+            LayoutError: it was not watched (check="off"), or MPI carries its data, which does not
+                go on after a rank is gone.
+            CommunicationError: the others went on without this rank, or take it for gone; or fewer
+                than half of the ranks are left, as after a split of the network.
+        """
+        status = self.status
+        with status.lock:
+            states = {
+                "closed": status.closed,
+                "shrunk already": status.shrunk,
+                "whole": status.fault is None,
+            }
+            state = next((state for state, it_is in states.items() if it_is), "")
+            if state:
+                msg = f"rank {self.rank}: shrink() is for a world that broke; this one is {state}"
+                raise ProtocolError(msg)
+            if status.rejoin is None:
+                told = (
+                    "MPI does not go on after a rank is gone; start again from a checkpoint"
+                    if self.communicator.regroup is None
+                    else "nobody watched this world; connect(check='heartbeat')"
+                )
+                msg = f"rank {self.rank}: shrink(): the survivors cannot go on: {told}"
+                raise LayoutError(msg)
+            status.shrunk = True
+        return status.rejoin(self)
+
     def launching(self, **what: Any) -> AbstractContextManager[None]:
         """Return a context that notes what it queues on `stream`, for the watchdog.
 
@@ -183,6 +228,13 @@ class World:
     def __repr__(self) -> str:
         state = "BROKEN" if self.status.fault else "CLOSED" if self.status.closed else "OPEN"
         return f"<World {self.runtime.kind} rank {self.rank} of {self.world_size} {state}>"
+
+
+def join(place: tuple[int, int, int], runtime: Any, communicator: Any, control: Control) -> World:
+    """Join the parts of a world at `place` (rank, world_size, local_rank), with new streams."""
+    stream = runtime.stream()
+    copy_stream = runtime.stream() if place[1] > 1 else stream
+    return World(*place, runtime, communicator, control, stream, copy_stream)
 
 
 def _tell(fault: BaseException) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 __all__ = ["Beats", "Link", "Peer"]
 
@@ -26,7 +29,7 @@ class Peer:
 
 
 class Beats(Protocol):
-    """The part of a side channel that tells how the other ranks are. Nothing here blocks."""
+    """The part of a side channel that tells how the other ranks are. All but regroup is quick."""
 
     def publish(self, state: bytes) -> None:
         """Set what the others see of this rank: at most 256 bytes, sent with the next beat."""
@@ -39,3 +42,13 @@ class Beats(Protocol):
 
     def notices(self) -> list[tuple[int, bytes]]:
         """Return the notices that have come since the last call, each with its rank."""
+
+    def regroup(self, blamed: Container[int], limit_s: float) -> tuple[list[int], Self]:
+        """Return the ranks that survived, in order, and a side channel between them.
+
+        Collective among them, blocks the host: until all ranks that answer have come, for
+        `limit_s` at most. `blamed` are those that the fault is known to have taken.
+
+        Raises:
+            CommunicationError: the survivors went on without this rank, or some are gone since.
+        """

@@ -131,7 +131,7 @@ class Runtime(Protocol):
 
 
 class Communicator(Protocol):
-    """Queues collectives of one group. Every method but `close` and `abort` is collective.
+    """Queues collectives of one group. Every method but `check`, `close` and `abort` is collective.
 
     Arrays are contiguous and flat; counts are the arrays' numel. Every rank must queue the same
     collectives in the same order.
@@ -161,6 +161,17 @@ class Communicator(Protocol):
 
     def group(self) -> AbstractContextManager[None]:
         """Return a context in which collectives are held back, then queued together."""
+
+    def check(self) -> None:
+        """Raise CommunicationError if the transport has met an error. Does not block."""
+
+    @property
+    def regroup(self) -> Callable[[Control, Sequence[int]], Communicator] | None:
+        """Returns a new one among the given ranks, the survivors, of which this is one.
+
+        Collective among them, blocks the host; the side channel joins them already, in that order.
+        None: this transport does not go on after a rank is gone.
+        """
 
     def close(self) -> None:
         """Tear down after success. Idempotent."""

@@ -50,7 +50,6 @@ def watch(world: World, beats: Beats, timeout_s: float, *, alone: bool = True) -
     status = world.status
     # The race detector follows the events of its runtime: those of another thread are none of its.
     status.flight = Flight(getattr(world.runtime, "unfollowed_event", world.runtime.event))
-    check_async = getattr(world.communicator, "check_async_error", lambda: None)
     status.watchdog = Watchdog(
         world.rank,
         status.flight,
@@ -58,7 +57,7 @@ def watch(world: World, beats: Beats, timeout_s: float, *, alone: bool = True) -
         timeout_s=timeout_s,
         make_error=_make_error,
         on_fault=lambda error: _abort(world, error),
-        check_async=check_async,
+        check_async=world.communicator.check,
         sentinel=_sentinel(world.rank, PATIENCE * timeout_s) if alone else None,
     )
     status.watchdog.start()
@@ -67,7 +66,8 @@ def watch(world: World, beats: Beats, timeout_s: float, *, alone: bool = True) -
 def leave_safely(world: World) -> None:
     """At interpreter exit, do not wait for the peers of a world that broke or was not closed.
 
-    Where a world broke and a later one ended well, its ranks are all there: nothing is special.
+    Where a world broke and a later one ended well, its ranks are all there: nothing is special. Not
+    so where its survivors went on without the others.
     """
     if not _joined:
         atexit.register(_leave, os.getpid())
@@ -110,13 +110,14 @@ def _abort(world: World, error: CommunicationError) -> None:
         _end(f"{error}\n  The communicator did not abort within {ABORT_S:g} s.")
 
 
-def _end(told: str) -> None:
+def _end(told: str, code: int = ABORTED) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    with suppress(Exception):
-        os.write(2, f"cupynccl_reduce: {told}\n".encode())
-    os._exit(ABORTED)
+    if told:
+        with suppress(Exception):
+            os.write(2, f"cupynccl_reduce: {told}\n".encode())
+    os._exit(code)
 
 
 def _leave(process: int) -> None:
@@ -134,6 +135,9 @@ def _leave(process: int) -> None:
         closing.join(ABORT_S / 2)
     if last.status.fault is not None:
         _end(f"rank {last.rank} ends with a broken world; exit code {ABORTED}")
+    if any(world.status.shrunk for world in _joined):
+        unhandled = getattr(sys, "last_value", None) is not None
+        _end("", code=int(unhandled))
 
 
 def _close(world: World) -> None:

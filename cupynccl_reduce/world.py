@@ -14,8 +14,9 @@ from .errors import CommunicationError, LayoutError, ReduceError, check_integer
 from .gpus import check_places, claim_hosts, count_gpus, load_cuda
 from .launcher import Launcher, check_world, device_index, find_launcher
 from .meeting import Meeting
-from .membership import World
-from .watching import check_watch, leave_safely, watch
+from .membership import World, join
+from .survivors import keep
+from .watching import check_watch, leave_safely
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,7 @@ def connect(
         raise
     world.status.compares = check == "sync"
     if watched:
-        watch(world, control, timeout_s)  # type: ignore[arg-type]  # a Channel
+        keep(world, control, timeout_s)  # type: ignore[arg-type]  # a Channel
     if launcher.world_size > 1:
         leave_safely(world)
     return world
@@ -118,10 +119,10 @@ def run_local(
         try:
             place = rank, world_size, rank
             communicator, control = LocalCommunicator(data, rank), LocalControl(side, rank)
-            with _join(place, HostRuntime(), communicator, control) as world:
+            with join(place, HostRuntime(), communicator, control) as world:
                 world.status.compares = check == "sync"
                 if check != "off" and world_size > 1:
-                    watch(world, control, timeout_s, alone=False)
+                    keep(world, control, timeout_s, alone=False)
                 results[rank] = function(world)
         except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
             error.add_note(f"on rank {rank} of {world_size} (run_local)")
@@ -139,8 +140,8 @@ def run_local(
         for event in ended:
             event.wait()  # a join that Ctrl-C interrupts takes the thread for ended (CPython 3.11)
     except BaseException:  # Ctrl-C: no rank may go on behind the caller's back
-        data.abort()
-        side.abort()
+        data.end()
+        side.end()
         raise
     finally:
         for thread in threads:
@@ -197,7 +198,7 @@ def _build(launcher: Launcher, backend: _Backend, control: Control, *, share_gpu
     communicator = nccl.NcclCommunicator(*where)
     if any(name in os.environ for name in ("CUPYNCCL_SANITIZE", "CUPYNCCL_DELAY_SEED")):
         return _join_sanitized(launcher, backend.device, communicator, control)
-    return _join(launcher.place, backend.cuda.CudaRuntime(backend.device), communicator, control)
+    return join(launcher.place, backend.cuda.CudaRuntime(backend.device), communicator, control)
 
 
 def _connect_control(launcher: Launcher) -> Control:
@@ -245,14 +246,7 @@ def _connect_host(launcher: Launcher, control: Control) -> World:
         from .communicators.mpi import MpiCommunicator
 
         communicator = MpiCommunicator(MPI.COMM_WORLD)
-    return _join(launcher.place, HostRuntime(), communicator, control)
-
-
-def _join(place: tuple[int, int, int], runtime: Any, communicator: Any, control: Control) -> World:
-    """Join the parts of a world at `place` (rank, world_size, local_rank), with new streams."""
-    stream = runtime.stream()
-    copy_stream = runtime.stream() if place[1] > 1 else stream
-    return World(*place, runtime, communicator, control, stream, copy_stream)
+    return join(launcher.place, HostRuntime(), communicator, control)
 
 
 def _join_sanitized(launcher: Launcher, device: int, communicator: Any, control: Control) -> World:
@@ -264,4 +258,4 @@ def _join_sanitized(launcher: Launcher, device: int, communicator: Any, control:
         msg = "CUPYNCCL_SANITIZE must be 1 and CUPYNCCL_DELAY_SEED an integer >= 0, or neither set"
         raise LayoutError(msg)
     runtime = SanitizedRuntime(device, delay_seed=None if text is None else int(text))
-    return _join(launcher.place, runtime, SanitizedCommunicator(communicator, runtime), control)
+    return join(launcher.place, runtime, SanitizedCommunicator(communicator, runtime), control)

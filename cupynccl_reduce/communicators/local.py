@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from cupynccl_reduce.meeting import Meeting
-    from cupynccl_reduce.protocols import Array, Op
+    from cupynccl_reduce.protocols import Array, Control, Op
 
 __all__ = ["LocalCommunicator"]
 
@@ -71,6 +71,13 @@ class LocalCommunicator:
     def group(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: one queue keeps the order by itself."""
         return nullcontext()
+
+    def regroup(self, control: Control, ranks: Sequence[int]) -> LocalCommunicator:  # noqa: ARG002
+        """Return a communicator among `ranks`, for one of them. The meeting needs no `control`."""
+        return LocalCommunicator(self._meeting.successor(len(ranks)), ranks.index(self.rank))
+
+    def check(self) -> None:
+        """Find nothing: what fails here raises on the stream."""
 
     def close(self) -> None:
         """Free ranks that would wait for this one for ever. Idempotent."""

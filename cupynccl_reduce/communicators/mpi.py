@@ -56,6 +56,7 @@ class MpiCommunicator:
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.direct_bytes = DIRECT_ROW_BYTES * self.world_size
+        self.regroup = None  # a dead rank leaves no MPI library in a state that works
         self._comm = comm.Dup()
         self._max_call_bytes = max_call_bytes
         self._scratch = np.empty(0, np.uint8)
@@ -96,6 +97,9 @@ class MpiCommunicator:
             del self._held.calls
         for stream, group in groupby(calls, key=itemgetter(0)):
             stream.submit(partial(self._run, [call for _, call in group]))
+
+    def check(self) -> None:
+        """Find nothing: what fails here raises on the stream."""
 
     def close(self) -> None:
         """Free the duplicate (collective after success). Idempotent."""

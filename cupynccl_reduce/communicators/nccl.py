@@ -19,9 +19,9 @@ from cupy.cuda import nccl
 from cupynccl_reduce.errors import CommunicationError, LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from cupynccl_reduce.protocols import Array, Op
+    from cupynccl_reduce.protocols import Array, Control, Op
 
 __all__ = ["MINIMUM_VERSION", "NcclCommunicator", "check_usable", "check_version", "unique_id"]
 
@@ -166,10 +166,19 @@ class NcclCommunicator:
                 raise
             self._call(nccl.groupEnd)
 
+    def regroup(self, control: Control, ranks: Sequence[int]) -> NcclCommunicator:
+        """Return a communicator among `ranks`; collective among them, blocks the host."""
+        rank, alone = ranks.index(self.rank), len(ranks) == 1
+        token = control.all_gather(b"" if rank or alone else unique_id())[0]
+        return NcclCommunicator(
+            *(len(ranks), token, rank, self._device.id), direct_bytes=self.direct_bytes
+        )
+
     def check(self) -> None:
         """Raise CommunicationError if NCCL has seen a fault since; does not block the host."""
-        if self.world_size > 1:
-            self._call(self._open().check_async_error)
+        with self._lock:  # no other thread may free it meanwhile
+            if self._communicator is not None:
+                self._call(self._communicator.check_async_error)
 
     def close(self) -> None:
         """Tear down: waits for peers to do so too, unless a call here has failed. Idempotent."""

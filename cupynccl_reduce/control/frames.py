@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from cupynccl_reduce.errors import LayoutError
 from cupynccl_reduce.peers import Peer
 
 if TYPE_CHECKING:
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce.peers import Link
 
-__all__ = ["MAX_NOTICE_BYTES", "MAX_STATE_BYTES", "Frame", "Invitation", "Kind", "Row"]
+__all__ = [
+    "MAX_GATHER_BYTES",
+    "MAX_NOTICE_BYTES",
+    "MAX_STATE_BYTES",
+    "Frame",
+    "Invitation",
+    "Kind",
+    "Row",
+    "check_length",
+]
 
 MAX_STATE_BYTES = 256
 MAX_NOTICE_BYTES = 64 << 10
@@ -31,12 +41,13 @@ _MAGIC = b"CNR1"
 class Kind(IntEnum):
     """What a message is."""
 
-    BEAT = 1  # to rank 0: the newest state
+    BEAT = 1  # to rank 0: the newest state, and the newest turn whose payloads came
     TABLE = 2  # from rank 0: every rank's row
     GATHER = 3  # to rank 0: one rank's payload of a turn
     GATHERED = 4  # from rank 0: all payloads of a turn
     NOTICE = 5  # to rank 0, which passes it on under its origin's rank
     GOODBYE = 6  # to rank 0, with the last state; from rank 0 to all when it leaves itself
+    ABORT = 7  # to rank 0, which passes it on: its origin comes to no all_gather any more
 
 
 LIMITS = {
@@ -46,7 +57,16 @@ LIMITS = {
     Kind.GATHERED: 1 << 40,
     Kind.NOTICE: MAX_NOTICE_BYTES,
     Kind.GOODBYE: MAX_STATE_BYTES,
+    Kind.ABORT: MAX_STATE_BYTES,
 }
+_NAMES = {Kind.BEAT: "a state", Kind.NOTICE: "a notice", Kind.GATHER: "a payload of all_gather"}
+
+
+def check_length(kind: Kind, body: bytes) -> None:
+    """Raise LayoutError if a state (BEAT), notice or payload (GATHER) is too long, on any path."""
+    if len(body) > LIMITS[kind]:
+        msg = f"{_NAMES[kind]} has at most {LIMITS[kind]} bytes, not {len(body)}"
+        raise LayoutError(msg)
 
 
 @dataclass(frozen=True, slots=True)

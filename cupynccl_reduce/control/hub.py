@@ -20,6 +20,7 @@ from .frames import (
     encode_rows,
     peers_of,
 )
+from .pulse import Pulse, pace
 
 if TYPE_CHECKING:
     from collections import deque
@@ -34,13 +35,15 @@ Messages = list[tuple[bytes, bytes]]  # (receiver's identity, or b"" for rank 0;
 
 
 class _Known:
-    """What rank 0 knows of one rank."""
+    """What is known of one rank."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, world_size: int) -> None:
         self.state = b""
         self.seen = now
+        self.silent_s = SILENT_S * pace(world_size)
         self.number = -1  # of the last message
         self.turns = 0
+        self.got = 0  # the newest turn whose payloads it has
         self.fd = -1
         self.dropped: float | None = None
         self.left = False
@@ -50,7 +53,7 @@ class _Known:
             return "left"
         if self.dropped is not None and now - self.dropped > GRACE_S:
             return "lost"
-        return "silent" if now - self.seen > SILENT_S else "up"
+        return "silent" if now - self.seen > self.silent_s else "up"
 
 
 class Hub:
@@ -59,11 +62,13 @@ class Hub:
     def __init__(self, world_size: int, clock: Callable[[], float]) -> None:
         self._world_size = world_size
         self._clock = clock
-        self._ranks = [_Known(clock()) for _ in range(world_size)]
+        self._ranks = [_Known(clock(), world_size) for _ in range(world_size)]
         self._identities = {b"r%d" % rank: rank for rank in range(1, world_size)}
         self._gathers: dict[int, dict[int, bytes]] = {}
         self._number = 0
+        self._pulse = Pulse()
         self.state = b""
+        self.aborted: int | None = None  # the first rank that did
 
     def peers(self) -> list[Peer]:
         """Return all ranks as last heard of."""
@@ -79,9 +84,19 @@ class Hub:
             if known.fd == fd and not known.left:
                 known.fd, known.dropped = -1, self._clock()
 
+    def settled(self) -> bool:
+        """Whether every rank that answers has the payloads of all turns that all came to."""
+        now, given = self._clock(), min(known.turns for known in self._ranks)
+        return all(known.link(now) != "up" or known.got >= given for known in self._ranks[1:])
+
     def beat(self) -> Messages:
-        """Return the table, for every rank."""
-        return self._to_all(Kind.TABLE, encode_rows(self._rows()))
+        """Return the table, for every rank; or nothing, where that is neither new nor due."""
+        now, rows = self._clock(), self._rows()
+        news = [
+            (row.link, row.turns, row.state, known.dropped is None)
+            for row, known in zip(rows, self._ranks, strict=True)
+        ]
+        return self._table(rows) if self._pulse.due(news, now) else []
 
     def take(
         self,
@@ -102,12 +117,16 @@ class Hub:
             return []
         known.number, known.seen, known.fd, known.dropped = frame.number, self._clock(), fd, None
         if frame.kind is Kind.BEAT:
-            known.state = frame.body
+            known.state, known.got = frame.body, frame.turn
         elif frame.kind is Kind.GATHER:
             return self._gather(rank, frame.turn, frame.body, gathered)
         elif frame.kind is Kind.NOTICE:
             notices.append((rank, frame.body))
             return self._to_all(Kind.NOTICE, frame.body, origin=rank)
+        elif frame.kind is Kind.ABORT:
+            if self.aborted is None:
+                self.aborted = rank
+                return self._to_all(Kind.ABORT, b"", origin=rank)
         else:
             known.left, known.state = True, frame.body
         return []
@@ -118,7 +137,7 @@ class Hub:
             return self._gather(0, turn, body, gathered)
         if kind is Kind.GOODBYE:
             self._ranks[0].left = True
-            return [*self.beat(), *self._to_all(kind, body)]
+            return [*self._table(self._rows()), *self._to_all(kind, body)]
         return self._to_all(kind, body)
 
     def _gather(
@@ -140,6 +159,9 @@ class Hub:
         own.seen, own.state = now, self.state
         return [Row(k.link(now), now - k.seen, k.turns, k.state) for k in self._ranks]
 
+    def _table(self, rows: list[Row]) -> Messages:
+        return self._to_all(Kind.TABLE, encode_rows(rows))
+
     def _to_all(self, kind: Kind, body: bytes, *, origin: int = 0, turn: int = 0) -> Messages:
         self._number += 1
         data = Frame(kind, origin, self._number, turn, body).encode()
@@ -158,10 +180,13 @@ class Leaf:
         self._world_size = world_size
         self._clock = clock
         self._rows = [Row() for _ in range(world_size)]
-        self._rank_0 = _Known(clock())
+        self._rank_0 = _Known(clock(), world_size)
         self._number = 0
         self._own_turns = 0
+        self._got = 0
+        self._pulse = Pulse()
         self.state = b""
+        self.aborted: int | None = None  # the first rank that did, as far as is known here
 
     def peers(self) -> list[Peer]:
         """Return all ranks as last heard of; through a rank 0 that is gone, as they were then."""
@@ -178,20 +203,28 @@ class Leaf:
         turns[self._rank] = self._own_turns
         return turns
 
-    def dropped(self, fd: int) -> None:  # noqa: ARG002  # there is one connection only
-        """Note that the connection to rank 0 closed."""
-        if not self._rank_0.left:
-            self._rank_0.dropped = self._clock()
+    def dropped(self, fd: int) -> None:
+        """Note that a connection to rank 0 closed, or did not come about."""
+        known = self._rank_0
+        if known.fd in (fd, -1) and known.dropped is None and not known.left:
+            known.fd, known.dropped = -1, self._clock()
+
+    def settled(self) -> bool:
+        """Whether this rank may go: always, since rank 0 has what all_gather has returned."""
+        return True
 
     def beat(self) -> Messages:
-        """Return this rank's state, for rank 0."""
-        return self._message(Kind.BEAT, self.state)
+        """Return this rank's state, for rank 0; or nothing, where that is neither new nor due."""
+        news = self.state, self._got, self._rank_0.dropped is None
+        if not self._pulse.due(news, self._clock()):
+            return []
+        return self._message(Kind.BEAT, self.state, self._got)
 
     def take(
         self,
         sender: bytes,  # noqa: ARG002  # one connection, to rank 0, which the keys prove
         frame: Frame,
-        fd: int,  # noqa: ARG002
+        fd: int,
         notices: deque[tuple[int, bytes]],
         gathered: dict[int, list[bytes]],
     ) -> Messages:
@@ -209,16 +242,20 @@ class Leaf:
             if payloads is None or frame.turn != self._own_turns or frame.turn in gathered:
                 return []
             gathered[frame.turn] = payloads
+            self._got = frame.turn
         elif frame.kind is Kind.NOTICE:
             if len(frame.body) > MAX_NOTICE_BYTES:
                 return []
             notices.append((frame.rank, frame.body))
+        elif frame.kind is Kind.ABORT:
+            self.aborted = frame.rank if self.aborted is None else self.aborted
         elif frame.kind is Kind.GOODBYE:
             known.left = True
         else:
             return []
-        known.number, known.seen, known.dropped = frame.number, self._clock(), None
-        return []
+        known.number, known.seen, known.fd, known.dropped = frame.number, self._clock(), fd, None
+        # Rank 0 may be waiting to close until everybody has these.
+        return self.beat() if frame.kind is Kind.GATHERED else []
 
     def own(
         self,

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from cupynccl_reduce.peers import Peer
 
+from .frames import Kind, check_length
+
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from cupynccl_reduce.meeting import Meeting
 
 __all__ = ["LocalControl"]
-
 
 SILENT_S = 2.0
 
@@ -24,13 +27,20 @@ class LocalControl:
         self._rank = rank
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective, blocks the host: return every rank's payload, in rank order."""
+        """Collective, blocks the host: return every rank's payload, in rank order.
+
+        Raises:
+            CommunicationError: a rank left, or aborted.
+            LayoutError: over 64 MiB.
+        """
+        check_length(Kind.GATHER, payload)
         everyone: list[bytes] = []
         self._meeting.exchange(self._rank, payload, everyone.extend)
         return everyone
 
     def publish(self, state: bytes) -> None:
-        """Set what the others see of this rank."""
+        """Set what the others see of this rank: at most 256 bytes."""
+        check_length(Kind.BEAT, state)
         gone = self._meeting.shown[self._rank][2]
         self._meeting.shown[self._rank] = (state, time.monotonic(), gone)
 
@@ -46,7 +56,8 @@ class LocalControl:
         return peers
 
     def tell(self, notice: bytes) -> None:
-        """Send a notice to every other rank."""
+        """Send a notice of at most 64 KiB to every other rank."""
+        check_length(Kind.NOTICE, notice)
         for rank, inbox in enumerate(self._meeting.inboxes):
             if rank != self._rank:
                 inbox.append((self._rank, notice))
@@ -55,6 +66,12 @@ class LocalControl:
         """Return the notices that have come since the last call."""
         inbox = self._meeting.inboxes[self._rank]
         return [inbox.popleft() for _ in range(len(inbox))]
+
+    def regroup(self, blamed: Container[int], limit_s: float) -> tuple[list[int], LocalControl]:  # noqa: ARG002
+        """Return the ranks that survived, and a side channel between them; see peers.Beats."""
+        ranks = self._meeting.survivors(self._rank, limit_s)
+        successor = self._meeting.successor(len(ranks))
+        return ranks, LocalControl(successor, ranks.index(self._rank))
 
     def close(self) -> None:
         """Free ranks that would wait for this one for ever. Idempotent."""

@@ -10,6 +10,8 @@ from mpi4py import MPI
 
 from cupynccl_reduce.errors import CommunicationError
 
+from .frames import Kind, check_length
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,7 +32,13 @@ class MpiControl:
         self._closed = False
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Collective, blocks the host: return every rank's payload, in rank order."""
+        """Collective, blocks the host: return every rank's payload, in rank order.
+
+        Raises:
+            CommunicationError: a rank left, or aborted.
+            LayoutError: over 64 MiB.
+        """
+        check_length(Kind.GATHER, payload)
         self._check()
         sends = self._send_all(payload, DATA_TAG)
         try:

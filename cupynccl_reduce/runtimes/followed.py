@@ -1,4 +1,4 @@
-"""CuPy's streams, events and pools, each telling the race detector what it does."""
+"""CuPy's streams, events and pools, and kernels, each telling the race detector what it does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ import cupy
 from .events import CudaEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cupynccl_reduce.dlpack import View
+    from cupynccl_reduce.protocols import Array, PackKernel, UnpackKernel
+
     from .sanitizer import SanitizedRuntime
 
-__all__ = ["FollowedEvent", "FollowedStream", "PoolHook"]
+__all__ = [
+    "FollowedEvent",
+    "FollowedStream",
+    "PoolHook",
+    "bytes_of",
+    "follow_pack",
+    "follow_unpack",
+]
 
 
 class FollowedStream:
@@ -90,3 +102,33 @@ class PoolHook(cupy.cuda.MemoryHook):  # type: ignore[misc]  # CuPy is untyped
     def free_preprocess(self, **what: Any) -> None:
         """Run by CuPy before a pool takes memory back."""
         self._runtime.gave_back(what["mem_ptr"])
+
+
+def bytes_of(array: Array) -> tuple[int, int]:
+    """Return the address and bytes of a contiguous array."""
+    return array.data.ptr, array.nbytes
+
+
+def follow_pack(runtime: SanitizedRuntime, label: str, kernel: PackKernel) -> Callable[..., None]:
+    """Return the kernel, followed."""
+
+    def pack(sources: Sequence[Sequence[View]], target: Array, *, fill: Any, stream: Any) -> None:
+        reads = [view.span for group in sources for view in group]
+        runtime.follow("pack of", label, stream, reads=reads, writes=[bytes_of(target)])
+        kernel(sources, target, fill=fill, stream=stream)
+
+    return pack
+
+
+def follow_unpack(
+    runtime: SanitizedRuntime, label: str, kernel: UnpackKernel
+) -> Callable[..., None]:
+    """Return the kernel, followed."""
+
+    def unpack(source: Array, targets: Sequence[View], *, accumulate: bool, stream: Any) -> None:
+        spans = [view.span for view in targets]
+        reads = [bytes_of(source), *(spans if accumulate else ())]
+        runtime.follow("unpack of", label, stream, reads=reads, writes=spans)
+        kernel(source, targets, accumulate=accumulate, stream=stream)
+
+    return unpack

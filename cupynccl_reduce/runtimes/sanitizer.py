@@ -20,7 +20,14 @@ from cupynccl_reduce.errors import RaceError
 from cupynccl_reduce.reading import make_reader
 
 from .cuda import CudaRuntime
-from .followed import FollowedEvent, FollowedStream, PoolHook
+from .followed import (
+    FollowedEvent,
+    FollowedStream,
+    PoolHook,
+    bytes_of,
+    follow_pack,
+    follow_unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce.dlpack import View
     from cupynccl_reduce.layout import Matrix
-    from cupynccl_reduce.protocols import Array, Communicator, Memory, Op
+    from cupynccl_reduce.protocols import Array, Communicator, Control, Memory, Op
 
 __all__ = ["SanitizedCommunicator", "SanitizedRuntime"]
 
@@ -130,29 +137,11 @@ class SanitizedRuntime(CudaRuntime):
     ) -> Any:
         """Build the kernel, followed."""
         kernel = super().pack_kernel(matrix, source_dtype, dtype, divisor=divisor)
-
-        def pack(
-            sources: Sequence[Sequence[View]], target: Array, *, fill: Any, stream: Any
-        ) -> None:
-            reads = [view.span for group in sources for view in group]
-            self.follow("pack of", matrix.label, stream, reads=reads, writes=[_bytes(target)])
-            kernel(sources, target, fill=fill, stream=stream)
-
-        return pack
+        return follow_pack(self, matrix.label, kernel)
 
     def unpack_kernel(self, matrix: Matrix, dtype: str, target_dtype: str) -> Any:
         """Build the kernel, followed."""
-        kernel = super().unpack_kernel(matrix, dtype, target_dtype)
-
-        def unpack(
-            source: Array, targets: Sequence[View], *, accumulate: bool, stream: Any
-        ) -> None:
-            spans = [view.span for view in targets]
-            reads = [_bytes(source), *(spans if accumulate else ())]
-            self.follow("unpack of", matrix.label, stream, reads=reads, writes=spans)
-            kernel(source, targets, accumulate=accumulate, stream=stream)
-
-        return unpack
+        return follow_unpack(self, matrix.label, super().unpack_kernel(matrix, dtype, target_dtype))
 
     def host_lane(self) -> int:
         """Return the lane of this thread."""
@@ -245,7 +234,6 @@ class SanitizedCommunicator:
     def __init__(self, inner: Communicator, runtime: SanitizedRuntime) -> None:
         self.rank, self.world_size = inner.rank, inner.world_size
         self.direct_bytes = inner.direct_bytes
-        self.check_async_error = getattr(inner, "check_async_error", lambda: None)
         self._inner = inner
         self._runtime = runtime
 
@@ -273,6 +261,18 @@ class SanitizedCommunicator:
         """See protocols.Communicator."""
         return self._inner.group()
 
+    def check(self) -> None:
+        """See protocols.Communicator."""
+        self._inner.check()
+
+    @property
+    def regroup(self) -> Callable[[Control, Sequence[int]], SanitizedCommunicator] | None:
+        """See protocols.Communicator."""
+        regroup = self._inner.regroup
+        if regroup is None:
+            return None
+        return lambda control, ranks: SanitizedCommunicator(regroup(control, ranks), self._runtime)
+
     def close(self) -> None:
         """See protocols.Communicator."""
         self._inner.close()
@@ -282,12 +282,8 @@ class SanitizedCommunicator:
         self._inner.abort()
 
     def _follow(self, kind: str, send: Array, recv: Array, stream: Any) -> None:
-        reads, writes = [_bytes(send)], [_bytes(recv)]
+        reads, writes = [bytes_of(send)], [bytes_of(recv)]
         self._runtime.follow(kind, "", stream, reads=reads, writes=writes)
-
-
-def _bytes(array: Array) -> Range:
-    return array.data.ptr, array.nbytes
 
 
 def _site() -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from cupynccl_reduce.control.frames import MAX_NOTICE_BYTES, Frame, Kind, Row, encode_rows
 from cupynccl_reduce.control.hub import GRACE_S, SILENT_S, Hub, Leaf
+from cupynccl_reduce.control.pulse import QUIET_S
 
 WORLD_SIZE = 4
 
@@ -263,3 +264,82 @@ def test_who_left_is_sent_nothing_and_a_goodbye_of_rank_0_comes_with_a_last_tabl
         if receiver == b"r1":
             leaf.take(frame)
     assert leaf.links() == ["left", "up", "left", "up"]
+
+
+def test_a_beat_is_sent_for_news_or_after_a_while() -> None:
+    hub, leaf = End(0, 2), End(1, 2)
+    for end in (hub, leaf):
+        assert len(end.node.beat()) == 1
+        assert end.node.beat() == []
+        end.node.state = b"new"
+        assert len(end.node.beat()) == 1
+        assert end.node.beat() == []
+        end.clock.now += QUIET_S
+        assert len(end.node.beat()) == 1
+    # Whoever lost a connection and has it again is waited for, and says so at once.
+    hub.take(beat(1, 1), b"r1")
+    leaf.take(Frame(Kind.TABLE, 0, 1, 0, encode_rows([Row()] * 2)))
+    for end in (hub, leaf):
+        end.node.beat()
+        end.node.dropped(5)
+        assert len(end.node.beat()) == 1
+        assert end.node.beat() == []
+    hub.take(beat(1, 2), b"r1")
+    leaf.take(Frame(Kind.TABLE, 0, 2, 0, encode_rows([Row()] * 2)))
+    for end in (hub, leaf):
+        assert len(end.node.beat()) == 1
+        assert end.node.beat() == []
+
+
+def test_rank_0_is_settled_when_all_that_answer_have_what_all_came_to() -> None:
+    hub = End(0, 3)
+    assert hub.node.settled()
+    leaves = {rank: End(rank, 3) for rank in (1, 2)}
+    hub.own(Kind.GATHER, 1, b"0")
+    assert hub.node.settled()  # nobody can have it yet
+    for rank, leaf in leaves.items():
+        sent = hub.take(Frame(Kind.GATHER, rank, 1, 1, b"x"), b"r%d" % rank)
+        leaf.own(Kind.GATHER, 1, b"x")
+    assert not hub.node.settled()
+    frame = Frame.decode(sent[0][1])
+    assert frame is not None
+    ((_, answer),) = leaves[1].take(frame)
+    got = Frame.decode(answer)
+    assert got is not None
+    assert (got.kind, got.turn) == (Kind.BEAT, 1)
+    hub.take(Frame(Kind.BEAT, 1, 2, 1), b"r1")
+    assert not hub.node.settled()  # rank 2 may be receiving still
+    silent, lost, left, has = (copy.deepcopy(hub) for _ in range(4))
+    silent.clock.now += SILENT_S + 0.1
+    lost.node.dropped(5)
+    lost.clock.now += GRACE_S + 0.1
+    left.take(Frame(Kind.GOODBYE, 2, 2), b"r2")
+    has.take(Frame(Kind.BEAT, 2, 2, 1), b"r2")
+    for end in (silent, lost, left, has):
+        assert end.node.settled()
+
+
+def test_the_first_abort_goes_to_all_the_others_and_no_second_one() -> None:
+    hub = End(0)
+    sent = hub.take(Frame(Kind.ABORT, 2, 1), b"r2")
+    assert [receiver for receiver, _ in sent] == [b"r1", b"r3"]
+    assert hub.take(Frame(Kind.ABORT, 1, 1), b"r1") == []
+    assert hub.node.aborted == 2
+    frame = Frame.decode(sent[0][1])
+    assert frame is not None
+    leaf = End(1)
+    leaf.take(frame)
+    leaf.take(Frame(Kind.ABORT, 3, 9))
+    assert leaf.node.aborted == 2
+    assert leaf.links() == hub.links() == ["up"] * WORLD_SIZE
+    assert [receiver for receiver, _ in End(0).own(Kind.ABORT)] == [b"r1", b"r2", b"r3"]
+
+
+def test_a_large_world_that_beats_more_slowly_is_given_more_time() -> None:
+    hub, leaf = End(0, 640), End(1, 640)
+    leaf.take(Frame(Kind.TABLE, 0, 1, 0, encode_rows([Row()] * 640)))
+    for end, other in ((hub, 1), (leaf, 0)):
+        end.clock.now += 10 * SILENT_S
+        assert end.links()[other] == "up"
+        end.clock.now += 0.1
+        assert end.links()[other] == "silent"

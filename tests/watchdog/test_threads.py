@@ -296,10 +296,12 @@ def test_an_error_without_a_folder_for_its_file_is_told_all_the_same(
 class World:
     """What stands in for a world at the end of its process."""
 
-    def __init__(self, *, closed: bool = False, fault: BaseException | None = None) -> None:
+    def __init__(
+        self, *, closed: bool = False, shrunk: bool = False, fault: BaseException | None = None
+    ) -> None:
         self.rank = 1
         self.status = Status()
-        self.status.closed, self.status.fault = closed, fault
+        self.status.closed, self.status.shrunk, self.status.fault = closed, shrunk, fault
         self.did: list[Any] = []
         self.status.watchdog = SimpleNamespace(  # type: ignore[assignment]
             raised=self.did.append, stop=lambda: self.did.append("stop")
@@ -316,7 +318,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return a function that joins worlds and ends the process; it returns what that told."""
     ended: list[str] = []
     monkeypatch.setattr(watching, "_joined", [])
-    monkeypatch.setattr(watching, "_end", ended.append)
+    monkeypatch.setattr(watching, "_end", lambda told, code=74: ended.append(f"{told} {code}"))
     monkeypatch.setattr(watching, "ABORT_S", 0.02)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
 
@@ -347,10 +349,22 @@ def test_a_process_whose_last_world_broke_does_not_wait_for_its_peers(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     made = [World(**fields) for fields in worlds]
-    told = ["rank 1 ends with a broken world; exit code 74"] if ends else []
+    told = ["rank 1 ends with a broken world; exit code 74 74"] if ends else []
     assert joined(*made) == told
     assert [world.did for world in made] == [[]] * len(made)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("code", [0, 1, 74])
+def test_survivors_never_get_to_mpi_finalize(
+    joined: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Without error, with one that nobody handled, and where their world broke as well."""
+    monkeypatch.setattr(sys, "last_value", ValueError() if code else None, raising=False)
+    fault = ValueError() if code == 74 else None
+    told = "rank 1 ends with a broken world; exit code 74" if fault else ""
+    before = World(closed=True, shrunk=True, fault=ValueError())
+    assert joined(before, World(closed=True, fault=fault))[0] == f"{told} {code}"
 
 
 @pytest.mark.parametrize("unhandled", [None, ValueError("unhandled")])

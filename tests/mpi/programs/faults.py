@@ -85,6 +85,30 @@ def work(world: cr.World, kind: str, point: str, bad: int) -> None:
     world.control.all_gather(b"")  # nobody leaves before all are done
 
 
+def go_on(world: cr.World) -> str:
+    """Return how the survivors get on: on cuda with exact sums, on MPI with a refusal."""
+    try:
+        survivors = world.shrink()
+    except cr.LayoutError as error:
+        return f", {world.runtime.kind}: {error}"
+    with survivors:
+        import cupy
+
+        specs = [cr.ParamSpec(f"p{i}", (LENGTH,), "float32") for i in range(COUNT)]
+        registry = cr.Registry(specs, survivors, bucket_bytes=2 * 4 * LENGTH)
+        with cr.Reducer(registry, op="sum") as reducer:
+            for step in range(STEPS):
+                with reducer.backward():
+                    for i in range(COUNT):
+                        grad = cupy.full(LENGTH, float(i + step + survivors.rank), np.float32)
+                        reducer.reduce_grad(f"p{i}", grad)
+                full = registry.gather(reducer.wait())
+                ranks = range(survivors.world_size)
+                for i in range(COUNT):
+                    assert (full[f"p{i}"] == sum(i + step + rank for rank in ranks)).all()
+    return f", {survivors.world_size} went on"
+
+
 def main() -> None:
     kind, point, bad, runtime = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     tempfile.tempdir = sys.argv[5]
@@ -101,8 +125,9 @@ def main() -> None:
             cr.Registry([cr.ParamSpec("p", (4,), "float32")], world)
         except cr.CommunicationError as later:
             told += " and later too" if later.report is report else ""
-        # Files, as lines of several ranks may run into each other. The launcher ends the others
-        # when one has ended.
+        # The launcher ends the others when one has ended with an error.
+        told += go_on(world) if kind not in ("raise", "leave") else ""
+        # Files, as lines of several ranks may run into each other.
         meeting, expected = Path(sys.argv[5]) / "named", world.world_size - (kind != "swap")
         meeting.mkdir(exist_ok=True)
         whole = meeting.with_name(f"told-{rank}")
@@ -111,6 +136,8 @@ def main() -> None:
         until = time.monotonic() + 20
         while len(list(meeting.iterdir())) < expected and time.monotonic() < until:
             time.sleep(0.01)
+        if world.status.shrunk:
+            os._exit(74)  # the code of SystemExit would be lost
         raise SystemExit(74) from None
     print(f"FINE {rank}", flush=True)
     world.close()
