@@ -103,6 +103,24 @@ def test_the_table_shows_what_was_asked_for(tmp_path: Path) -> None:
     assert [line[2] for line in lines if line[1:2] == ["B"]] == ["limit", "arrival", "planned"] * 2
 
 
+def test_what_watching_costs(tmp_path: Path, model: str) -> None:
+    arguments = ("--watchdog", "--rounds", "2", "--repeats", "1", "--model", model)
+    result = told(bench(tmp_path, 3, "--json", *arguments))
+    names = [row["name"] for row in result["rows"]]
+    assert names == ["limit", "unwatched", "planned", "compared"]
+    costs = result["watchdog"]
+    assert [name.rpartition(",")[0] or name for name in costs] == [
+        *["microseconds of a launch"] * 2,
+        *["idle, percent of a core"] * 2,
+        "step with check='heartbeat'",
+        "step with check='sync'",
+    ]
+    assert min(costs.values()) > 0
+    alone = bench(tmp_path, 1, *arguments)
+    assert alone.returncode
+    assert "--watchdog needs two ranks or more" in alone.stderr
+
+
 def test_without_torch_its_rows_say_what_to_install(
     run_python: Callable[..., Any], model: str
 ) -> None:

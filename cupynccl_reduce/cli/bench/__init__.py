@@ -30,8 +30,11 @@ def run_bench(settings: Settings) -> int:
     params = [] if settings.steps else load_params(settings.model, dtype=settings.dtype)
     if not settings.steps:
         _check_params(params)
-    elif settings.rows or len(settings.bucket_bytes) > 1:
-        msg = "--steps measures rows of its own at one bucket size: leave out --rows and a sweep"
+    elif settings.rows or settings.watchdog or len(settings.bucket_bytes) > 1:
+        msg = (
+            "--steps measures rows of its own at one bucket size: leave out --rows, --watchdog and "
+            "a sweep"
+        )
         raise LayoutError(msg)
     if settings.plot:
         _check_plot(Path(settings.plot))

@@ -27,6 +27,8 @@ ROWS = {
 }
 EXTRA_ROWS = {
     "accumulate": "planned, second backward of a cycle: added to the shards of the first",
+    "unwatched": "planned, as with connect(check='off')",
+    "compared": "planned, as with connect(check='sync'): every launch is compared before",
 }
 SIZES = ("small", "medium", "large")
 
@@ -49,6 +51,7 @@ class Settings:
     batch: int
     runtime: Literal["auto", "cuda", "host"]
     share_gpu: bool
+    watchdog: bool
     json: bool
     plot: str
 
@@ -105,6 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=4, metavar="N", help="its rows on each rank (4)")
     add("--runtime", default="auto", choices=("auto", "cuda", "host"), help="as connect() (auto)")
     add("--share-gpu", action="store_true", help="let several ranks of this host use one GPU")
+    add(
+        "--watchdog",
+        action="store_true",
+        help="what watching costs: rows unwatched, planned and compared, a launch, an idle second",
+    )
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--plot", default="", metavar="PNG", help="draw the sweep and one step (needs matplotlib)")
 

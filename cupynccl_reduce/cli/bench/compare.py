@@ -21,6 +21,7 @@ from .memory import CudaMeter, HostMeter, Meter
 from .report import Report, Result
 from .rows import MODULE_ROWS, PEERS, Setup, build_row, find_torch, make_gradients
 from .timeline import trace_loop
+from .watchdog import WATCHDOG_ROWS, check_watched, measure_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ TOLERANCE = 0.02  # of a mean in 16 bits
 
 def compare(world: World, settings: Settings, params: Sequence[ParamSpec]) -> Report:
     """Measure every row at every bucket size. Collective, blocks the host."""
+    if settings.watchdog:
+        check_watched(world)
     torch, no_torch, synchronize = take_device(world)
     wanted = settings.max_elements or (HOST_ELEMENTS if world.runtime.kind == "host" else 0)
     sizes: Sequence[int] = settings.bucket_bytes
@@ -44,8 +47,10 @@ def compare(world: World, settings: Settings, params: Sequence[ParamSpec]) -> Re
         params, sizes = shrink(params, sizes, wanted)
     params = [_with_shards(spec, settings.shard_dtype) for spec in params]
     gradients = make_gradients(world, params, torch)
-    names = list(dict.fromkeys(["limit", *(settings.rows or ROWS)]))
+    wanted_rows = settings.rows or (WATCHDOG_ROWS if settings.watchdog else ROWS)
+    names = list(dict.fromkeys(["limit", *wanted_rows]))
     rows: list[dict[str, Any]] = []
+    results: list[Result] = []
     setup = Setup(
         world=world,
         params=tuple(params),
@@ -96,7 +101,9 @@ def compare(world: World, settings: Settings, params: Sequence[ParamSpec]) -> Re
     if settings.plot:
         last = replace(setup, bucket_bytes=sizes[-1])
         trace = trace_loop(lambda watched: replace(last, world=watched), world, synchronize)
-    return Report(describe_machine(world), workload, rows, trace=trace)
+    samples = {result.name: result.samples for result in results}  # of the last bucket size
+    watchdog = measure_watchdog(world, samples) if settings.watchdog else {}
+    return Report(describe_machine(world), workload, rows, watchdog=watchdog, trace=trace)
 
 
 def take_device(world: World) -> tuple[Any, str, Callable[[], None]]:

@@ -29,12 +29,14 @@ class Report:
     workload: dict[str, Any]
     rows: list[dict[str, Any]]
     exposed: list[dict[str, Any]] = field(default_factory=list)
+    watchdog: dict[str, float] = field(default_factory=dict)
     trace: Sequence[Span] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return what `--json` prints."""
         told = {"machine": self.machine, "workload": self.workload, "rows": self.rows}
-        return told | ({"exposed": self.exposed} if self.exposed else {})
+        more = {"exposed": self.exposed, "watchdog": self.watchdog}
+        return told | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,10 @@ def print_report(report: Report, *, json: bool) -> None:
     print("\n".join(_aligned(table)))
     if report.exposed:
         print("\n".join(["", *_aligned(_exposed_table(report.exposed))]))
+    if report.watchdog:
+        print("\nwatching")
+        told = [[name, f"{value:.4g}"] for name, value in report.watchdog.items()]
+        print("\n".join(_aligned(told)))
     skipped = {row["name"]: row["skipped"] for row in report.rows if "skipped" in row}
     for name, why in skipped.items():
         print(f"{name}: skipped: {why}")

@@ -71,7 +71,7 @@ def measure_steps(world: World, settings: Settings) -> Report:
     ]
     exposed, spans = _watch(workload, world, clock, synchronize)
     described = workload.describe() | {"rounds": settings.rounds, "steps": settings.steps}
-    return Report(describe_machine(world), described, rows, exposed, spans)
+    return Report(describe_machine(world), described, rows, exposed, trace=spans)
 
 
 def _build(name: str, workload: Workload, world: World) -> tuple[Arm | None, str]:

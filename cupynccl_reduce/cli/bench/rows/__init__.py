@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .limit import Limit
-from .ours import Accumulating, Looped
+from .ours import Accumulating, Looped, with_check
 from .setup import Setup, find_torch, make_gradients
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def build_row(name: str, setup: Setup, started: Callable[[], None]) -> Row:
             "planned": lambda: Looped(setup, "planned"),
             "arrival": lambda: Looped(setup, "arrival"),
             "accumulate": lambda: Accumulating(setup),
+            "unwatched": lambda: Looped(with_check(setup, "off"), "planned"),
+            "compared": lambda: Looped(with_check(setup, "sync"), "planned"),
             "deepcompile": lambda: _build_deepcompile(setup),
         }
     row: Row = builders[name]()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from cupynccl_reduce.membership import Status
 from cupynccl_reduce.reducer import Reducer
 from cupynccl_reduce.registry import Registry
 
@@ -12,7 +14,15 @@ from .setup import first_of
 if TYPE_CHECKING:
     from .setup import Setup
 
-__all__ = ["Accumulating", "Looped"]
+__all__ = ["Accumulating", "Looped", "with_check"]
+
+
+def with_check(setup: Setup, check: Literal["sync", "off"]) -> Setup:
+    """Return the same with a world that is watched otherwise, on the same streams."""
+    status = Status()
+    if check == "sync":
+        status.flight, status.compares = setup.world.status.flight, True
+    return replace(setup, world=replace(setup.world, status=status))
 
 
 class Looped:
