@@ -4,7 +4,9 @@ CuPy owns streams, events and memory, NCCL moves the bytes, DLPack brings gradie
 framework. Importing this package loads no array library; `connect()` picks one.
 """
 
+from .checkpoint import load, save
 from .errors import (
+    CheckpointError,
     CommunicationError,
     GradientError,
     GradientTypeError,
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BucketLayout",
+    "CheckpointError",
     "CommunicationError",
     "GradientError",
     "GradientTypeError",
@@ -39,6 +42,8 @@ __all__ = [
     "Statistics",
     "World",
     "connect",
+    "load",
     "plan_buckets",
     "run_local",
+    "save",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "DeadlockError",
     "DeclarationError",
@@ -68,6 +69,10 @@ class CommunicationError(ReduceError, RuntimeError):
 
     report: Any = None
     ranks: tuple[int, ...] = ()
+
+
+class CheckpointError(ReduceError, RuntimeError):
+    """A checkpoint's file that cannot be written, or is missing, cut off, damaged or another's."""
 
 
 class RaceError(ReduceError, RuntimeError):

@@ -2,7 +2,7 @@
 # Train a small GPT on several ranks, and compare it with one process. Arguments go to the demo.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-extras=mpi,torch
+extras=checkpoint,mpi,torch
 ranks=4
 share_gpu=
 gpus=$(count_gpus)

@@ -2,7 +2,7 @@
 # Everything that must pass before a change goes in, without a GPU. Arguments go to pytest.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-prepare test mpi,plot,torch,test
+prepare test checkpoint,mpi,plot,torch,test
 limit_threads 4
 
 stage() {

@@ -16,11 +16,8 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 LIMIT_S = 120
 
 
-@pytest.mark.parametrize("index", range(len(SNIPPETS)))
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_python_snippet_runs(index: int, ranks: int, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SNIPPETS[index])
+def run(script: Path, ranks: int) -> str:
+    """Run a script on some ranks; return what it printed."""
     command = [sys.executable, "-m", "mpi4py", str(script)]
     if ranks > 1:
         command = ["mpirun", "-n", str(ranks), *command]
@@ -36,9 +33,21 @@ def test_every_python_snippet_runs(index: int, ranks: int, tmp_path: Path) -> No
         command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("index", range(len(SNIPPETS)))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_python_snippet_runs(index: int, ranks: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SNIPPETS[index])
+    printed = run(script, ranks)
     if index == 0:
         mean = (ranks + 1) / 2
-        assert result.stdout.count(f" {mean} ") == ranks, result.stdout
+        assert printed.count(f" {mean} ") == ranks, printed
+    if "cr.load(" in SNIPPETS[index]:
+        assert printed.count(" step 3: loss ") == ranks, printed
+        assert run(script, 3).count(" step 6: loss ") == 3
 
 
 def test_every_file_that_the_readme_names_exists() -> None:

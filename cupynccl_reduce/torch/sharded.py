@@ -151,7 +151,8 @@ class Sharded:
         everything is ordered on torch's current stream. Each shard's grad is a view of the
         registry's memory, valid until the next backward; of a parameter that no longer requires
         grad it is None, of an unused one zero. Parameters are written in place: load no checkpoint
-        into the model between attach() and step(), the shards would overwrite it.
+        into the model between attach() and step(), the shards would overwrite it; load it into
+        the shards, and call gather().
 
         Raises:
             LayoutError: the optimizer holds one of the model's own parameters, or no shard.
@@ -173,6 +174,14 @@ class Sharded:
         optimizer.step()
         self._stepped.append(optimizer)
         self._write_back(names, stream)
+
+    def gather(self) -> None:
+        """Gather all shards into the model's parameters: after a checkpoint was loaded into them.
+
+        Collective, and blocks the host as step() does. ProtocolError inside backward.
+        """
+        self._check()
+        self._write_back(self._names.values(), current_stream(next(iter(self._names)).device))
 
     def discard(self) -> None:
         """Drop the gradients of a step that is skipped or failed, local ones too.

@@ -52,8 +52,10 @@ def start(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", ["ranks", "train"])
+@pytest.mark.parametrize("program", ["ranks", "train", "checkpoints"])
 def test_every_check_holds_on_every_rank(program: str, ranks: int) -> None:
+    if program == "checkpoints":
+        pytest.importorskip("safetensors")
     path = PROGRAMS / f"{program}.py"
     result = start(ranks, str(path))
     print(result.stdout)

@@ -178,6 +178,22 @@ def test_16_bit_parameters_have_fp32_masters() -> None:
         assert seen[-1] == 1 - 2.0**-7
 
 
+def test_gather_brings_shards_into_the_model() -> None:
+    """As after a checkpoint was loaded into them; 16-bit parameters get rounded values."""
+
+    def rank(world: World) -> None:
+        model = build_mlp().bfloat16()
+        with attach(model, world) as sharded:
+            for shard in sharded.parameters():
+                shard.detach().fill_(1 + 2.0**-7 + 2.0**-9)
+            sharded.gather()
+            assert all((param == 1 + 2.0**-7).all() for param in model.parameters())
+        with pytest.raises(ProtocolError, match="detached"):
+            sharded.gather()
+
+    run(3, rank)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_channels_last_parameters_keep_their_layout(world_size: int) -> None:
     torch.manual_seed(0)
