@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import DTYPES
+from .layout import ALIGN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .protocols import Array, Runtime
     from .registry import Registry
 
-__all__ = ["Prepared", "SendBuffer", "prepare"]
+__all__ = ["Prepared", "SendBuffer", "lies_ready", "prepare"]
 
 MAX_VIEWS = 1024  # kept of one buffer; arrival order may ask for ever new ones
 
@@ -56,6 +57,11 @@ def prepare(registry: Registry, policy: Policy, divisor: int) -> dict[BucketLayo
                 matrix, layout.reduce_dtype, layout.shard_dtype
             )
     return prepared
+
+
+def lies_ready(group: Sequence[View]) -> bool:
+    """Whether a gradient is one array, laid out and aligned as its matrix would be."""
+    return len(group) == 1 and group[0].strides is None and not group[0].pointer % ALIGN_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,7 @@ class _State(Enum):
 
     NEW = "nothing yet: no backward has run"
     REDUCING = "a cycle that wait() has not closed"
+    CLIPPED = "a cycle that clip() has scaled already"
     LANDED = "the last cycle"
     FAILED = "a step whose backward failed; every rank calls discard() first"
     DISCARDED = "nothing: the last cycle was discarded"
@@ -65,8 +66,9 @@ class Cycle:
     def begin(self) -> bool:
         """Open a backward; return whether it accumulates onto an earlier one of this cycle."""
         self.check_outside("backward()")
-        if self._state is _State.FAILED:
-            msg = f"backward(): the shards hold {self._state.value}"
+        if self._state in (_State.FAILED, _State.CLIPPED):
+            remedy = "; wait() or discard() first" if self._state is _State.CLIPPED else ""
+            msg = f"backward(): the shards hold {self._state.value}{remedy}"
             raise ProtocolError(self.where(msg))
         accumulate = self._state is _State.REDUCING
         self.step += not accumulate
@@ -83,10 +85,35 @@ class Cycle:
         """Mark the cycle failed: only `discard` leads on."""
         self._state = _State.FAILED
 
+    @property
+    def failed(self) -> bool:
+        """Whether a backward of this cycle failed on this rank."""
+        return self._state is _State.FAILED
+
+    def check_norm(self, call: str, *, clips: bool) -> None:
+        """Raise ProtocolError unless this cycle's gradients are reduced and not waited for.
+
+        A cycle that failed on this rank counts as well: other ranks may not know.
+        """
+        self.check_outside(call)
+        allowed = (_State.REDUCING, _State.FAILED, *(() if clips else (_State.CLIPPED,)))
+        if self._state not in allowed:
+            when = "once between" if clips else "between"
+            msg = (
+                f"{call}: the shards hold {self._state.value}; call it {when} the cycle's last "
+                "backward() and its wait()"
+            )
+            raise ProtocolError(self.where(msg))
+
+    def clip(self) -> None:
+        """Mark the gradients scaled: none may be added to them."""
+        if self._state is _State.REDUCING:
+            self._state = _State.CLIPPED
+
     def land(self) -> bool:
         """Close the cycle; return whether it was still open. Again: nothing changes."""
         self.check_outside("wait()")
-        if self._state not in (_State.REDUCING, _State.LANDED):
+        if self._state not in (_State.REDUCING, _State.CLIPPED, _State.LANDED):
             msg = f"wait(): the shards hold {self._state.value}"
             raise ProtocolError(self.where(msg))
         newly = self._state is _State.REDUCING

@@ -29,7 +29,7 @@ class Launched:
     """One launch, numbered from 1. Times are seconds of the flight's clock, when first seen."""
 
     number: int
-    what: str  # "reduce" or "gather"
+    what: str  # "reduce", "gather", "norm" or "clip"
     bucket: int
     dtype: str
     nbytes: int

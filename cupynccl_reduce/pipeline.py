@@ -15,6 +15,8 @@ Streams and the edges between them (letters are used in the comments below)::
     E  a send buffer is not packed again before its last collective has read it
     F  shards are not written again before the streams that called wait() have read them
 
+A norm (norm.py) and a gather (gather.py) have edges of the same kinds, and the same letters.
+
 No policy, no names' meaning, no arithmetic here.
 """
 
@@ -23,8 +25,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .buffers import SendBuffer, prepare
-from .layout import ALIGN_BYTES
+from .buffers import SendBuffer, lies_ready, prepare
 from .producers import EventPool, Producers
 
 if TYPE_CHECKING:
@@ -44,12 +45,7 @@ __all__ = ["Pipeline"]
 class Pipeline:
     """Runs launches. Every method only queues work, but `synchronize` and `close`."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        policy: Policy,
-        options: Options,
-    ) -> None:
+    def __init__(self, registry: Registry, policy: Policy, options: Options) -> None:
         world, runtime = registry.world, registry.world.runtime
         divisor = world.world_size if options.pack_divides else 1
         self._world = world
@@ -181,6 +177,11 @@ class Pipeline:
         """Send buffers launched whose last reader is not done yet."""
         return sum(b.flown and not (b.filling or b.sent.done) for b in self._buffers)
 
+    @property
+    def captured(self) -> bool:
+        """Whether what is queued now becomes part of a CUDA graph."""
+        return self._producers.captured
+
     def _set_idle(self) -> None:
         for buffer in self._buffers:
             buffer.flown = False
@@ -228,7 +229,7 @@ class Pipeline:
         prepared = self._prepared[part.layout]
         # Referenced until they have been read: no allocator here knows of our streams.
         buffer.sources.extend(group for group in groups if group)
-        if part.direct and fill == "zero" and self._lies_ready(groups[0]):
+        if part.direct and fill == "zero" and lies_ready(groups[0]):
             buffer.direct[part.layout] = self._runtime.array(groups[0][0])
             return
         alone = self._world.world_size == 1
@@ -242,11 +243,6 @@ class Pipeline:
             send = buffer.matrix(part)
         recv = self._prepared[layout].row if part.straight else buffer.row(part)
         return send, recv, layout.reduce_dtype, self._direct_op if part.direct else self._op
-
-    @staticmethod
-    def _lies_ready(group: Sequence[View]) -> bool:
-        """Whether a gradient is one array, laid out and aligned as its matrix would be."""
-        return len(group) == 1 and group[0].strides is None and not group[0].pointer % ALIGN_BYTES
 
     def _send(self, buffer: SendBuffer, launch: Launch) -> None:
         stream, world = self._world.stream, self._world
@@ -263,10 +259,7 @@ class Pipeline:
             prepared = self._prepared[part.layout]
             # In stream order after the collective that received the row, before the next one.
             prepared.unpack(
-                buffer.row(part),
-                prepared.targets,
-                accumulate=part.accumulate,
-                stream=stream,
+                buffer.row(part), prepared.targets, accumulate=part.accumulate, stream=stream
             )
         # After the unpack too: it is the last reader of a row received in place.
         buffer.sent.record(stream)
@@ -279,16 +272,7 @@ class Pipeline:
     def _noted(self, launch: Launch) -> AbstractContextManager[None]:
         if self._producers.captured:
             return nullcontext()  # a graph's replays are nobody's launches
-        first = launch.calls[0].layout
-        return self._world.launching(
-            stream=self._world.stream,
-            what="reduce",
-            bucket=first.index,
-            dtype=first.reduce_dtype,
-            nbytes=sum(part.layout.send_bytes for part in launch.calls),
-            calls=len(launch.calls),
-            names=first.names,
-        )
+        return self._world.launching(stream=self._world.stream, **launch.summary())
 
     def _count(self, launch: Launch) -> None:
         self.launches += 1

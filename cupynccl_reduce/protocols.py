@@ -22,6 +22,7 @@ __all__ = [
     "Event",
     "Fill",
     "Memory",
+    "NormKernel",
     "Op",
     "PackKernel",
     "Runtime",
@@ -82,6 +83,42 @@ class UnpackKernel(Protocol):
         """Queue the unpack of `source` (the matrix, flat) into `targets`, one per segment."""
 
 
+class NormKernel(Protocol):
+    """Measures fixed flat arrays, in float64 and always in the same order, and scales them.
+
+    Arrays of results are float64. Each call is queued on the stream that the call before it was.
+    """
+
+    def measure(self, out: Array, *, start: float, stream: Any) -> None:
+        """Queue: `out` (1 element) becomes `start` plus the sum of |x|**p over all arrays.
+
+        For p=inf the largest of `start` and all |x|; a NaN is larger than anything.
+        """
+
+    def finish(
+        self,
+        parts: Array,
+        out: Array,
+        *,
+        max_norm: float | None,
+        loss_scale: float | View,
+        stream: Any,
+    ) -> None:
+        """Queue: `out` (2 elements) becomes the norm, and the factor that undoes and clips.
+
+        `parts` are what all ranks have measured. The norm is that of gradients divided by
+        `loss_scale` (a number, or one float32 or float64 element), the factor
+        min(1, max_norm / (norm + 1e-6)) / loss_scale, without the first part where `max_norm` is
+        None: as torch.nn.utils.clip_grad_norm_ has it.
+        """
+
+    def scale(self, factor: Array, *, stream: Any) -> None:
+        """Queue: every element becomes its product with `factor` (1 element), rounded once.
+
+        Exactly 1 leaves the arrays unread.
+        """
+
+
 class Runtime(Protocol):
     """Memory, streams and kernels of one device kind."""
 
@@ -125,6 +162,9 @@ class Runtime(Protocol):
 
     def unpack_kernel(self, matrix: Matrix, dtype: str, target_dtype: str) -> UnpackKernel:
         """Build the kernel that unpacks a `dtype` matrix into `target_dtype` arrays."""
+
+    def norm_kernel(self, arrays: Sequence[View], p: float) -> NormKernel:
+        """Build the kernel of the p-norm (0 < p <= inf) of contiguous floating-point arrays."""
 
     def close(self) -> None:
         """Give back streams and memory. Idempotent."""

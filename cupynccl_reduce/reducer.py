@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from .agreement import agree_on_launch, gather_complaints
-from .cycle import Cycle
-from .errors import MismatchError, ProtocolError, ReduceError
-from .intake import Intake
+from .engine import Engine
+from .errors import ProtocolError, ReduceError
+from .norm import Request
 from .options import Options
-from .pipeline import Pipeline
 from .statistics import take_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .layout import BucketLayout, Launch
-    from .protocols import Fill, Memory
+    from .protocols import Memory
     from .registry import Registry
     from .statistics import Statistics
 
 __all__ = ["Reducer"]
 
 
-class Reducer:
+class Reducer(Engine):
     """Reduces gradients into the shards of a registry.
 
     Collective, blocks the host: every rank must give the same options.
@@ -60,7 +55,6 @@ class Reducer:
         missing: Literal["zero", "error"] = "zero",
         memory: Memory = "device",
     ) -> None:
-        world = registry.world
         options = Options.agreed(
             registry,
             op=op,
@@ -70,19 +64,7 @@ class Reducer:
             missing=missing,
             memory=memory,
         )
-        self._registry, self._world, self._status = registry, world, world.status
-        self._missing = missing
-        self._policy = options.build_policy(registry)
-        self._pipeline = Pipeline(registry, self._policy, options)
-        # Only then can a failed rank fill what is left with NaN and stay in step with its peers.
-        # Buckets that fill in arrival order need the same order everywhere, so it is compared.
-        in_order = (policy == "arrival" or world.status.compares) and world.world_size > 1
-        self._compare = partial(agree_on_launch, world.control) if in_order else None
-        self._can_fill = policy == "planned" and all(s.is_float for s in registry.params)
-        self._intake = Intake(registry.params, self._pipeline.reader)
-        self._cycle = Cycle(f"rank {world.rank} of {world.world_size}")
-        self._lock = threading.RLock()  # hooks run on any thread, and a launch is queued whole
-        registry.claim(self)
+        super().__init__(registry, options)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -150,6 +132,68 @@ class Reducer:
             if self._cycle.open:
                 self._run(self._policy.finish())
 
+    def norm(self, p: float = 2, *, stream: Any = None) -> Any:
+        """Return the p-norm of all reduced gradients of this cycle, over all ranks.
+
+        Collective; any number of times between the cycle's last backward and `wait()`. Queued on
+        the communication stream: does not block the host on cuda, except the first time (it
+        compiles); on the host runtime it blocks, as `wait()` does. The caller's stream waits, so
+        that float(norm) there blocks until the value is right.
+
+        Squares are summed in fp64, padding is left out, each element counts once and in the same
+        order in every run; all ranks get the same bits. Integer parameters do not count. A NaN or
+        an infinity in any gradient makes the norm not finite on every rank. So does, with a NaN, a
+        rank whose backward failed: there norm() is allowed too, because its peers take part.
+
+        Args:
+            p: a positive number, or math.inf for the largest absolute value.
+            stream: the caller's stream, as in `wait()`.
+
+        Returns:
+            A 0-d float64 array of the runtime. The next norm() or clip() overwrites it: copy what
+            is to be kept.
+
+        Raises:
+            LayoutError: a bad p. ProtocolError: inside backward, before any, after `wait()` or
+                `discard()`; in a CUDA graph, where nothing was measured before the capture.
+        """
+        with self._lock:
+            self._check_norm("norm()", clips=False)
+            return self._measure(Request.norm(p), self._world.runtime.adopt(stream))
+
+    def clip(
+        self,
+        max_norm: float | None,
+        *,
+        p: float = 2,
+        loss_scale: Any = 1.0,
+        stream: Any = None,
+    ) -> Any:
+        """Divide the reduced gradients by `loss_scale`, clip them to `max_norm`; return their norm.
+
+        Collective, as `norm()` is, with the same rules and errors; once per cycle, and no backward
+        may follow in it. The norm is that of the divided gradients, before clipping. Every element
+        is multiplied in place by min(1, max_norm / (norm + 1e-6)) / loss_scale, in fp64, and
+        rounded once: the formula of torch.nn.utils.clip_grad_norm_. (A factor of 1 costs no pass.)
+        A norm that is not finite leaves gradients that are no use: skip the step, on all ranks
+        alike.
+
+        Args:
+            max_norm: at least 0; None only divides.
+            p: see `norm()`.
+            loss_scale: what the loss was multiplied by: a positive number, or one float32 or
+                float64 element on this device, which is read on the device. The same everywhere.
+            stream: see `norm()`.
+
+        Raises:
+            LayoutError: a bad max_norm, p or loss_scale. ProtocolError: as `norm()`, or twice.
+        """
+        with self._lock:
+            self._check_norm("clip()", clips=True)
+            world = self._world
+            request = Request.clip(world.runtime, world.stream, p, max_norm, loss_scale)
+            return self._measure(request, world.runtime.adopt(stream))
+
     def wait(self, *, stream: Any = None) -> Mapping[str, Any]:
         """Close the cycle: make the caller's stream wait; return name -> this rank's flat shard.
 
@@ -214,9 +258,11 @@ class Reducer:
             self._cycle.closed = True
             try:
                 if self._world.usable:
+                    self._norms.hold_back(captured=False)
                     self._pipeline.synchronize()
             finally:
                 self._pipeline.close()
+                self._norms.close()
                 self._registry.release(self)
 
     def __enter__(self) -> Self:
@@ -228,72 +274,3 @@ class Reducer:
     def __repr__(self) -> str:
         step, state = self._cycle.step, self._cycle.name
         return f"<Reducer step {step} {state}, {self._intake.count} gradients>"
-
-    def _begin(self) -> None:
-        with self._lock:
-            self._check()
-            status = self._world.status
-            with status.lock:
-                if status.open_backward not in (None, self):
-                    msg = "backward() while another reducer of this world has one open"
-                    raise ProtocolError(self._cycle.where(msg))
-                accumulate = self._cycle.begin()
-                if status.flight is not None:
-                    status.flight.step = self._cycle.step
-                status.open_backward = self
-            self._policy.begin(accumulate=accumulate)
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._lock:
-            try:
-                if error is not None and not self._can_fill:
-                    self._world.fail(error)
-                if self._world.usable:
-                    self._finish(error)
-            finally:
-                self._intake.clear()
-                self._cycle.end()
-                self._world.status.open_backward = None
-
-    def _finish(self, error: BaseException | None) -> None:
-        absent = ""
-        if self._missing == "error":
-            # A failed rank takes part: its peers wait here.
-            names = ", ".join(map(repr, self._policy.missing()))
-            mine = names if error is None else f"backward failed: {error!r}"
-            absent = self._world.guard(gather_complaints, self._world.control, mine)
-        msg = f"missing='error', and gradients are missing: {absent}; skip_grad() allows it"
-        told = MismatchError(self._cycle.where(msg))
-        if absent and self._compare is not None:
-            # Ranks that differ would launch different collectives: none of them launches more.
-            self._cycle.fail()
-            raise told
-        if error is not None:
-            self._intake.clear()  # NaN for what has arrived too: nobody is to use this step
-        self._run(self._policy.finish(), fill="zero" if error is None else "nan")
-        if self._compare is not None:
-            self._world.guard(self._compare, None)
-        self._pipeline.release_read()
-        if error is not None or absent:
-            self._cycle.fail()
-        if error is None and absent:
-            raise told
-
-    def _launch_due(self, complete: BucketLayout) -> None:
-        self._pipeline.mark(complete, self._intake.held(complete))
-        self._run(self._policy.due())
-
-    def _run(self, launches: Iterator[Launch], fill: Fill = "zero") -> None:
-        self._world.guard(self._pipeline.run, launches, self._intake.take, fill, self._compare)
-
-    def _check(self) -> None:
-        self._cycle.check()
-        self._world.check()
-
-    def _check_open(self, name: str) -> None:
-        self._intake.check_name(name)
-        self._cycle.check_inside()
-        self._world.check()
-
-    def _told(self, error: ReduceError, name: str) -> ReduceError:
-        return type(error)(self._cycle.where(f"{self._intake.describe(name)}: {error}"))

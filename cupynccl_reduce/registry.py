@@ -150,6 +150,15 @@ class Registry(Mapping[str, Placement]):
         views = [read(self.shards[name], stream) for name in layout.names]
         return layout.matrix.row(self.world.rank), views
 
+    def float_shards(self) -> list[View]:
+        """Return this rank's shards of all floating-point parameters, as kernels take them.
+
+        They are what a norm is made of: without padding, and each element on one rank only.
+        """
+        read, stream = self.world.runtime.read, self.world.stream
+        names = [spec.name for spec in self.params if spec.is_float]
+        return [read(self.shards[name], stream) for name in names]
+
     def gather(
         self,
         shards: Mapping[str, Any],

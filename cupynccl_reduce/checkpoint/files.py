@@ -22,16 +22,6 @@ from cupynccl_reduce.errors import CheckpointError, LayoutError
 
 from .manifest import MANIFEST, dump, folder_name, parse, read_manifest
 
-try:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.numpy import save_file
-except ImportError as error:
-    msg = (
-        f"checkpoints need safetensors, which does not load ({error}); "
-        "pip install 'cupynccl_reduce[checkpoint]'"
-    )
-    raise LayoutError(msg) from error
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
@@ -41,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_file",
+    "check_installed",
     "make_save",
     "read_file",
     "sweep",
@@ -51,6 +42,18 @@ __all__ = [
 BLOCK_BYTES = 1 << 20  # what one checksum covers, and what is read at a time
 STORED = {name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES}
 OURS = re.compile(r"(save-|manifest\.json\.)[0-9a-f]{16}", re.ASCII)  # with a save's token
+
+
+def check_installed() -> None:
+    """Raise LayoutError if safetensors does not load."""
+    try:
+        import safetensors.numpy  # noqa: F401  # only whether it loads
+    except ImportError as error:
+        msg = (
+            f"checkpoints need safetensors, which does not load ({error}); "
+            "pip install 'cupynccl_reduce[checkpoint]'"
+        )
+        raise LayoutError(msg) from error
 
 
 def make_save(folder: Path) -> str:
@@ -105,6 +108,9 @@ def write_file(folder: Path, manifest: Manifest, rank: int, pieces: Mapping[str,
     # safetensors gives its files mode 0600, whatever the umask says.
     with path.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
     try:
         save_file(arrays, path, {**manifest.identity(rank), "sums": json.dumps(sums)})
     except SafetensorError as error:
@@ -154,6 +160,8 @@ def read_file(
 
 def _reading(path: Path, action: Callable[..., None], *args: Any) -> None:
     """Run `action(file, path, *args)`; whatever a damaged file can raise is a CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="numpy") as file:
             action(file, path, *args)

@@ -64,6 +64,7 @@ def load(
     try:
         from . import files
 
+        files.check_installed()
         views = read_states(out, registry, "load")
         saved_names = _match(manifest, registry, where)
         for state, of in views.items():

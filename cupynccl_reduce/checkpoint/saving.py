@@ -63,6 +63,7 @@ def save(
     try:
         from . import files
 
+        files.check_installed()
         views = read_states(states, registry, "save")
         aliases = _check_tied({} if tied is None else tied, registry)
         meta_text = _encode({} if meta is None else meta)

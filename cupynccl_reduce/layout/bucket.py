@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cupynccl_reduce.dtypes import DTYPES
 
@@ -165,3 +165,15 @@ class Launch:
     calls: tuple[Part, ...]
     unpack: tuple[Part, ...]
     last: bool
+
+    def summary(self) -> dict[str, Any]:
+        """Return what its collectives are, as `Flight.launch` notes it."""
+        first = self.calls[0].layout
+        return {
+            "what": "reduce",
+            "bucket": first.index,
+            "dtype": first.reduce_dtype,
+            "nbytes": sum(part.layout.send_bytes for part in self.calls),
+            "calls": len(self.calls),
+            "names": first.names,
+        }

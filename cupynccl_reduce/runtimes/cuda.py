@@ -1,4 +1,4 @@
-"""The CUDA runtime: CuPy memory and streams, and the kernels of kernels.cu. Nothing about ranks."""
+"""The CUDA runtime: CuPy memory and streams, and the kernels beside it. Nothing about ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, GradientTypeError, ProtocolError
 from cupynccl_reduce.reading import make_reader
 
-from .events import CudaEvent
+from .cuda_norm import CudaNorm
+from .events import CudaEvent, Handle
 from .kernels import CudaPack, CudaUnpack, read_source
 from .pools import Pools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from cupynccl_reduce.dlpack import View
     from cupynccl_reduce.layout import Matrix
@@ -177,7 +178,7 @@ class CudaRuntime:
             raise ProtocolError(msg)
         adopted = self._streams.get(handle)
         if adopted is None:
-            adopted = cupy.cuda.Stream.from_external(_Handle(handle, stream))
+            adopted = cupy.cuda.Stream.from_external(Handle(handle, stream))
             self._streams[handle] = adopted
         return adopted
 
@@ -202,6 +203,10 @@ class CudaRuntime:
         """
         return CudaUnpack(self, matrix, dtype, target_dtype)
 
+    def norm_kernel(self, arrays: Sequence[View], p: float) -> CudaNorm:
+        """Build the kernel that measures and scales these arrays. Blocks the host: compiles."""
+        return CudaNorm(self, arrays, p)
+
     def close(self) -> None:
         """Give back the pools' memory. Idempotent."""
         self._closed = True
@@ -209,7 +214,7 @@ class CudaRuntime:
             self._pools.free_idle()
 
     def function(self, name: str) -> Any:
-        """Return the kernel of kernels.cu with this C++ name, compiled unless a cache has it."""
+        """Return the kernel with this C++ name, compiled unless a cache has it."""
         if name not in self._functions:
             with self.current:
                 module = cupy.RawModule(
@@ -283,14 +288,3 @@ class CudaRuntime:
         stream = cupy.cuda.get_current_stream(device)
         pointer = source.data.ptr
         return dlpack.View(pointer, name, source.shape, strides, "cuda", device, stream, source)
-
-
-class _Handle:
-    """A raw stream handle in the CUDA stream protocol; keeps the caller's stream alive."""
-
-    def __init__(self, handle: int, owner: Any) -> None:
-        self.handle = handle
-        self.owner = owner
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle

@@ -1,12 +1,14 @@
-"""CUDA events whose queries tell a failed GPU from a busy one."""
+"""CUDA events whose queries tell a failed GPU from a busy one, and raw handles of streams."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import cupy
 
 from cupynccl_reduce.errors import CommunicationError
 
-__all__ = ["CudaEvent"]
+__all__ = ["CudaEvent", "Handle"]
 
 SUCCESS, NOT_READY, CAPTURING = 0, 600, 900
 
@@ -32,3 +34,14 @@ class CudaEvent(cupy.cuda.Event):  # type: ignore[misc]  # CuPy is untyped
             msg = f"CUDA has failed: {name}"
             raise CommunicationError(msg)
         return bool(status == SUCCESS)
+
+
+class Handle:
+    """A raw stream handle in the CUDA stream protocol; keeps the caller's stream alive."""
+
+    def __init__(self, handle: int, owner: Any) -> None:
+        self.handle = handle
+        self.owner = owner
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle

@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import cupy
 
+from cupynccl_reduce.dlpack import View
+
 from .events import CudaEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cupynccl_reduce.dlpack import View
-    from cupynccl_reduce.protocols import Array, PackKernel, UnpackKernel
+    from cupynccl_reduce.protocols import Array, NormKernel, PackKernel, UnpackKernel
 
     from .sanitizer import SanitizedRuntime
 
 __all__ = [
     "FollowedEvent",
+    "FollowedNorm",
     "FollowedStream",
     "PoolHook",
     "bytes_of",
@@ -132,3 +134,39 @@ def follow_unpack(
         kernel(source, targets, accumulate=accumulate, stream=stream)
 
     return unpack
+
+
+class FollowedNorm:
+    """protocols.NormKernel around another one, followed."""
+
+    def __init__(
+        self, runtime: SanitizedRuntime, arrays: Sequence[View], kernel: NormKernel
+    ) -> None:
+        self._runtime = runtime
+        self._spans = [view.span for view in arrays]
+        self._kernel = kernel
+
+    def measure(self, out: Array, *, start: float, stream: Any) -> None:
+        """See protocols.NormKernel."""
+        self._runtime.follow("norm of", "", stream, reads=self._spans, writes=[bytes_of(out)])
+        self._kernel.measure(out, start=start, stream=stream)
+
+    def finish(
+        self,
+        parts: Array,
+        out: Array,
+        *,
+        max_norm: float | None,
+        loss_scale: float | View,
+        stream: Any,
+    ) -> None:
+        """See protocols.NormKernel."""
+        reads = [bytes_of(parts), *([loss_scale.span] if isinstance(loss_scale, View) else ())]
+        self._runtime.follow("end of a norm", "", stream, reads=reads, writes=[bytes_of(out)])
+        self._kernel.finish(parts, out, max_norm=max_norm, loss_scale=loss_scale, stream=stream)
+
+    def scale(self, factor: Array, *, stream: Any) -> None:
+        """See protocols.NormKernel."""
+        reads = [bytes_of(factor), *self._spans]
+        self._runtime.follow("scaling of", "", stream, reads=reads, writes=self._spans)
+        self._kernel.scale(factor, stream=stream)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
-import sys
 import threading
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from cupynccl_reduce import dlpack
@@ -17,6 +13,8 @@ from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, LayoutError, ProtocolError
 from cupynccl_reduce.reading import make_reader
 
+from .flat import apply, flat_array, narrow, numpy_dtype
+from .host_norm import HostNorm
 from .queues import CallerStream, HostEvent, HostStream
 
 if TYPE_CHECKING:
@@ -26,22 +24,15 @@ if TYPE_CHECKING:
     from cupynccl_reduce.layout import Matrix, Segment
     from cupynccl_reduce.protocols import Array, Fill, Memory
 
-__all__ = ["HostRuntime", "flat_array"]
+__all__ = ["HostPack", "HostRuntime", "HostUnpack"]
 
 TILE = 1 << 16  # elements summed at a time, where a parameter has several gradients
-# The address space as one buffer, from which NumPy takes any array by its address.
-MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
-
-
-@cache
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
 def _compute_dtype(source: str, target: str) -> np.dtype[Any]:
     """Return what is computed in: fp64 where one side is, else fp32; integers as they are."""
     if not DTYPES[source].is_float:
-        return _numpy_dtype(source)
+        return numpy_dtype(source)
     return np.dtype("float64" if "float64" in (source, target) else "float32")
 
 
@@ -71,7 +62,7 @@ class HostRuntime:
 
     def view(self, array: Array, offset: int, numel: int, dtype: str) -> Array:
         """Return `numel` elements of `dtype` that start at byte `offset` of `array`."""
-        return np.ndarray(numel, _numpy_dtype(dtype), array, offset)
+        return np.ndarray(numel, numpy_dtype(dtype), array, offset)
 
     def array(self, view: View) -> Array:
         """Return the memory of a contiguous view as a flat array."""
@@ -131,6 +122,10 @@ class HostRuntime:
         """Build the kernel that unpacks a `dtype` matrix into `target_dtype` arrays."""
         return HostUnpack(matrix, dtype, target_dtype)
 
+    def norm_kernel(self, arrays: Sequence[View], p: float) -> HostNorm:
+        """Build the kernel that measures and scales these arrays."""
+        return HostNorm(arrays, p)
+
     def close(self) -> None:
         """End the streams' threads once their work is done. Idempotent."""
         with self._lock:
@@ -181,9 +176,9 @@ class HostPack:
             for piece in pieces[1:]:
                 np.add(total, piece, out=total, dtype=self._compute)
         if self._divisor == 1:
-            part[...] = _narrow(total, part.dtype)
+            part[...] = narrow(total, part.dtype)
         else:
-            _apply(np.divide, total, self._divisor, part, self._compute)
+            apply(np.divide, total, self._divisor, part, self._compute)
 
 
 class HostUnpack:
@@ -210,9 +205,9 @@ class HostUnpack:
                 part = block[rows, columns]
                 out = flat[start:stop].reshape(part.shape)
                 if accumulate:
-                    _apply(np.add, out, part, out, self._compute)
+                    apply(np.add, out, part, out, self._compute)
                 else:
-                    out[...] = _narrow(part, out.dtype)
+                    out[...] = narrow(part, out.dtype)
 
 
 def _tiles(segment: Segment, most: int) -> Iterator[tuple[int, int, slice, slice]]:
@@ -236,31 +231,6 @@ def _tiles(segment: Segment, most: int) -> Iterator[tuple[int, int, slice, slice
             yield start, stop, slice(row, row + 1), columns
 
 
-def _apply(ufunc: np.ufunc, first: Array, second: Any, out: Array, dtype: np.dtype[Any]) -> None:
-    """Write `ufunc(first, second)`, computed in `dtype` and then rounded once, into `out`."""
-    if dtype == np.float64 and out.dtype.kind == "V":
-        out[...] = _narrow(ufunc(first, second, dtype=dtype), out.dtype)
-    else:
-        ufunc(first, second, out=out, dtype=dtype, casting="unsafe")
-
-
-def _narrow(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return values whose cast to `dtype` rounds only once.
-
-    ml_dtypes takes float64 to bfloat16 through float32. Rounding to odd there keeps the second
-    rounding right (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
-    """
-    if values.dtype != np.float64 or dtype.kind != "V":
-        return values
-    with np.errstate(over="ignore"):
-        single = values.astype(np.float32)
-    wide = single.astype(np.float64)
-    bits = single.view(np.uint32)
-    bits -= (np.abs(wide) > np.abs(values)).astype(np.uint32)  # towards zero
-    bits |= (wide != values).astype(np.uint32)
-    return single
-
-
 def _zero_padding(segment: Segment, block: Array) -> None:
     """Zero what no element fills: columns past the width, and rows past the last element."""
     if segment.columns > segment.width:
@@ -270,16 +240,3 @@ def _zero_padding(segment: Segment, block: Array) -> None:
         if whole < len(block):
             block[whole, rest:] = 0
             block[whole + 1 :] = 0
-
-
-def flat_array(view: View) -> Array:
-    """Return the logical elements of `view` in order: a view where contiguous, else a copy."""
-    dtype = _numpy_dtype(view.dtype)
-    if 0 in view.shape:
-        return np.empty(0, dtype)
-    if view.strides is None:
-        return np.frombuffer(MEMORY, dtype, math.prod(view.shape), view.pointer)
-    start, nbytes = view.span
-    memory = np.frombuffer(MEMORY, np.uint8, nbytes, start)
-    strides = tuple(stride * dtype.itemsize for stride in view.strides)
-    return np.ndarray(view.shape, dtype, memory, view.pointer - start, strides).reshape(-1)

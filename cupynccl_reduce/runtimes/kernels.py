@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaPack", "CudaUnpack", "cut_tiles", "kernel_name", "read_source", "sum_dtype"]
 
-SOURCES = ("arithmetic.cu", "kernels.cu")
+SOURCES = ("arithmetic.cu", "kernels.cu", "norm.cu")
 # These repeat kernels.cu.
 THREADS = 256
 WORD_BYTES = 16

@@ -22,6 +22,7 @@ from cupynccl_reduce.reading import make_reader
 from .cuda import CudaRuntime
 from .followed import (
     FollowedEvent,
+    FollowedNorm,
     FollowedStream,
     PoolHook,
     bytes_of,
@@ -142,6 +143,10 @@ class SanitizedRuntime(CudaRuntime):
     def unpack_kernel(self, matrix: Matrix, dtype: str, target_dtype: str) -> Any:
         """Build the kernel, followed."""
         return follow_unpack(self, matrix.label, super().unpack_kernel(matrix, dtype, target_dtype))
+
+    def norm_kernel(self, arrays: Sequence[View], p: float) -> Any:
+        """Build the kernel, followed."""
+        return FollowedNorm(self, arrays, super().norm_kernel(arrays, p))
 
     def host_lane(self) -> int:
         """Return the lane of this thread."""

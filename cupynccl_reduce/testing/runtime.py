@@ -14,11 +14,12 @@ from cupynccl_reduce import dlpack
 from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import GradientError, ProtocolError
 from cupynccl_reduce.reading import make_reader
-from cupynccl_reduce.runtimes.host import HostPack, HostUnpack, flat_array
+from cupynccl_reduce.runtimes.flat import flat_array
+from cupynccl_reduce.runtimes.host import HostPack, HostUnpack
 
 from .arena import Arena
 from .device import Range, SimEvent, SimStream, check_accesses
-from .kernels import SimPack, SimUnpack
+from .kernels import SimNorm, SimPack, SimUnpack
 from .memory import still
 from .sites import operation
 from .threads import SimThread
@@ -126,6 +127,10 @@ class SimRuntime:
     def unpack_kernel(self, matrix: Matrix, dtype: str, target_dtype: str) -> SimUnpack:
         """Build the kernel that unpacks a `dtype` matrix into `target_dtype` arrays."""
         return SimUnpack(matrix, HostUnpack(matrix, dtype, target_dtype))
+
+    def norm_kernel(self, arrays: Sequence[View], p: float) -> SimNorm:
+        """Build the kernel that measures and scales these arrays."""
+        return SimNorm(arrays, p)
 
     def close(self) -> None:
         """Nothing is owned."""

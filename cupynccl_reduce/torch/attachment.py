@@ -30,6 +30,7 @@ def attach(
     model: torch.nn.Module,
     world: World,
     *,
+    zero: Literal[1, 2] = 2,
     bucket_bytes: int = 64 << 20,
     op: Literal["mean", "sum"] = "mean",
     policy: Literal["planned", "arrival"] = "planned",
@@ -50,6 +51,8 @@ def attach(
     Args:
         model: on this world's device; every rank's has the same parameters and buffers.
         world: from `connect()` or `run_local()`.
+        zero: what is sharded beside the optimizer's state. 1: nothing; gradients add up in p.grad,
+            and step() reduces them once. 2: gradients, reduced in every backward.
         bucket_bytes: see Registry.
         op: see Reducer, as for the five that follow.
         policy: see Reducer.
@@ -78,9 +81,13 @@ def attach(
         if isinstance(uses_many, str):
             msg = f"uses_many must be a list of names; write [{uses_many!r}]"
             raise LayoutError(msg)
+        if zero not in (1, 2):
+            msg = f"zero must be 1 or 2, not {zero!r}"
+            raise LayoutError(msg)
         specs = _specs(model, reduce_dtype, shard_dtype, frozenset(uses_many))
     except ReduceError as error:
         refused = error
+    entries.append(f"{zero=}")
     world.agree("the model", entries, refused=refused)
     registry = Registry(specs, world, bucket_bytes=bucket_bytes)
     reducer = Reducer(
@@ -95,7 +102,7 @@ def attach(
     if world.world_size > 1:
         full = [tensor.detach() for _, tensor in _tensors(model) if tensor.numel()]
         _broadcast(full, world, device)
-    return Sharded(model, registry, reducer)
+    return Sharded(model, registry, reducer, zero=zero)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

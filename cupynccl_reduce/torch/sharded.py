@@ -1,36 +1,27 @@
-"""A model whose gradients are reduced into shards: its backward and its step. No broadcast here.
-
-The hot path is `_arrived`, one hook per parameter, on whatever thread autograd runs it.
-"""
+"""A model whose gradients are reduced into shards: its backward and its step. No broadcast here."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
 from cupynccl_reduce.errors import LayoutError, ProtocolError
 
+from .gradients import Gradients, Mode
+from .parameters import Whole
+from .steps import Steps
 from .tensors import as_tensor, current_stream, find_stray, trainable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from cupynccl_reduce.reducer import Reducer
     from cupynccl_reduce.registry import Registry
 
 __all__ = ["Sharded"]
-
-
-class _Mode(Enum):
-    """What a hook does with a gradient: refuse it, leave it in p.grad, or hand it over."""
-
-    OUTSIDE = auto()
-    LOCAL = auto()
-    REDUCING = auto()
 
 
 class Sharded:
@@ -40,7 +31,15 @@ class Sharded:
     calls `discard()`.
     """
 
-    def __init__(self, model: torch.nn.Module, registry: Registry, reducer: Reducer) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        registry: Registry,
+        reducer: Reducer,
+        *,
+        zero: Literal[1, 2],
+    ) -> None:
+        self._zero = zero
         self._model, self._registry, self._reducer = model, registry, reducer
         self._params = trainable(model)
         self._names = {param: name for name, param in self._params.items()}
@@ -52,17 +51,11 @@ class Sharded:
             flat = param.detach().reshape(-1)[place.start : place.stop]
             self._shards[name] = torch.nn.Parameter(flat.to(reduced.dtype, copy=True))
             self._reduced[name] = reduced
-        self._mode = _Mode.OUTSIDE
-        self._local = False  # p.grad holds gradients of no_sync() backwards
-        self._spoiled = False  # some of those were lost
-        self._stepped: list[torch.optim.Optimizer] = []
+        self._parameters = Whole(registry, self._params, self._shards)
+        self._gradients = Gradients(self._params, reducer)
+        self._device = next(iter(self._names)).device
+        self._steps = Steps(reducer, self._device)
         self._detached = False
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
-                partial(self._arrived, name)
-            )
-            for name, param in self._params.items()
-        ]
 
     @property
     def registry(self) -> Registry:
@@ -98,7 +91,8 @@ class Sharded:
 
         Collective, except inside `no_sync()`; the host is not blocked (unless missing="error" or
         policy="arrival"). Gradients that earlier `no_sync()` backwards left in p.grad go along,
-        those of parameters that this backward does not touch too.
+        those of parameters that this backward does not touch too. With zero=1 every backward is as
+        in `no_sync()`, and step() hands over.
 
         Raises:
             ProtocolError: a parameter requires grad now and did not in attach(), before anything
@@ -112,23 +106,14 @@ class Sharded:
                 "stay on this rank. Call detach() and attach() again on every rank"
             )
             raise ProtocolError(msg)
-        if self._mode is _Mode.LOCAL:
-            torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
-            return
-        with self._reducer.backward():
-            self._mode = _Mode.REDUCING
-            try:
-                for name, param in self._params.items():
-                    if not param.requires_grad and param.grad is None:
-                        self._reducer.skip_grad(name)  # frozen since: its bucket need not wait
-                torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
-                for name, param in self._params.items():
-                    if param.grad is not None:  # of no_sync(), and untouched by this backward
-                        self._arrived(name, param)
-            finally:
-                self._mode = _Mode.OUTSIDE
-        self._local = False
-        self._stepped.clear()
+        run = partial(torch.autograd.backward, loss, gradient, retain_graph=retain_graph)
+        if self._zero == 1:
+            with self.no_sync():
+                run()
+        elif self._gradients.mode is Mode.LOCAL:
+            run()
+        else:
+            self._reduce(run)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,13 +122,16 @@ class Sharded:
         The next backward outside of it hands the sums over. Does not block the host.
         """
         self._check()
-        before, self._mode = self._mode, _Mode.LOCAL
-        try:
+        with self._gradients.stay():
             yield
-        finally:
-            self._mode = before
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor | None:
         """Step `optimizer` on the reduced shards, and gather them into the model's parameters.
 
         Collective: every rank's optimizer holds the same parameters' shards, all or some of them.
@@ -154,26 +142,41 @@ class Sharded:
         into the model between attach() and step(), the shards would overwrite it; load it into
         the shards, and call gather().
 
+        Args:
+            optimizer: holds shards of `parameters()`, and nothing else of the model.
+            max_norm: clip all gradients of the model together, as clip_grad_norm_ does: see
+                Reducer.clip.
+            scaler: the one that scaled the loss: `sharded.backward(scaler.scale(loss))`. Gradients
+                are unscaled before they are clipped, and where any of any rank is not finite every
+                rank skips the step. Blocks the host for that, as GradScaler does. Leave its
+                unscale_() alone, and call `scaler.update()` after the last step.
+
+        Returns:
+            The norm of all unscaled gradients before clipping, 0-d float64 on the device; None
+            without max_norm and scaler. With scaler, the step was skipped where it is not finite.
+
         Raises:
             LayoutError: the optimizer holds one of the model's own parameters, or no shard.
-            ProtocolError: no backward since this optimizer's last step, or only in `no_sync()`.
+            ProtocolError: no backward since this optimizer's last step, or only in `no_sync()`; two
+                optimizers on the same gradients with different arguments.
         """
         self._check()
         names = self._held(optimizer)
-        if self._local:
+        if self._gradients.local and self._zero == 1:
+            self._reduce(lambda: None)
+        if self._gradients.local:
             msg = "step(): gradients of no_sync() are not handed over; run a backward outside it"
             raise ProtocolError(msg)
-        if optimizer in self._stepped:
-            msg = "step(): this optimizer used these gradients already; call backward() first"
-            raise ProtocolError(msg)
-        stream = current_stream(next(iter(self._names)).device)
+        self._steps.check(optimizer)
+        stream = current_stream(self._device)
+        norm = self._steps.clip(max_norm, scaler, stream)
         self._reducer.wait(stream=stream)
         for name in names:
             trains = self._params[name].requires_grad
             self._shards[name].grad = self._reduced[name] if trains else None
-        optimizer.step()
-        self._stepped.append(optimizer)
-        self._write_back(names, stream)
+        if self._steps.step(optimizer, scaler):
+            self._parameters.write(names, stream)
+        return norm
 
     def gather(self) -> None:
         """Gather all shards into the model's parameters: after a checkpoint was loaded into them.
@@ -181,7 +184,7 @@ class Sharded:
         Collective, and blocks the host as step() does. ProtocolError inside backward.
         """
         self._check()
-        self._write_back(self._names.values(), current_stream(next(iter(self._names)).device))
+        self._parameters.write(self._shards, current_stream(self._device))
 
     def discard(self) -> None:
         """Drop the gradients of a step that is skipped or failed, local ones too.
@@ -189,9 +192,8 @@ class Sharded:
         Not collective by itself, but every rank must discard the same steps. Does not block.
         """
         self._reducer.discard()
-        self._drop_grads()
-        self._local = self._spoiled = False
-        self._stepped.clear()
+        self._gradients.drop()
+        self._steps.clear()
 
     def detach(self) -> None:
         """Remove all hooks, close the reducer and drop all gradients; blocks the host. Idempotent.
@@ -200,15 +202,14 @@ class Sharded:
         """
         if self._detached:
             return
-        if self._mode is _Mode.REDUCING:
+        if self._gradients.mode is Mode.REDUCING:
             msg = "detach() inside backward(); call it afterwards"
             raise ProtocolError(msg)
         self._reducer.close()  # refuses inside a backward; nothing has changed then
         self._detached = True
-        for hook in self._hooks:
-            hook.remove()
-        self._stepped.clear()
-        self._drop_grads()
+        self._gradients.remove()
+        self._gradients.drop()
+        self._steps.clear()
         for shard in self._shards.values():
             shard.grad = None
 
@@ -219,40 +220,18 @@ class Sharded:
         self.detach()
 
     def __repr__(self) -> str:
-        state = "DETACHED" if self._detached else self._mode.name
+        state = "DETACHED" if self._detached else self._gradients.mode.name
         return f"<Sharded {len(self._params)} parameters {state}, {self._reducer!r}>"
 
-    def _arrived(self, name: str, param: torch.Tensor) -> None:
-        """Run as the hook: torch gives it the parameter, whose gradient is complete in p.grad."""
-        if self._mode is _Mode.REDUCING:
-            self._reducer.reduce_grad(name, param.grad)
-            param.grad = None  # the library holds it until it is packed, and no longer
-        elif self._mode is _Mode.LOCAL:
-            self._local = True
-        else:
-            # Left in p.grad, it would be counted again by the backward that repeats this one.
-            param.grad = None
-            self._spoiled |= self._local
-            msg = (
-                f"a gradient of parameter {name!r} outside sharded.backward(): call that instead "
-                "of loss.backward(), and detach() a model before it is attached again"
-            )
-            raise ProtocolError(msg)
-
-    def _drop_grads(self) -> None:
-        for param in self._params.values():
-            param.grad = None
+    def _reduce(self, run: Callable[[], None]) -> None:
+        self._gradients.reduce(run)
+        self._steps.clear()
 
     def _check(self) -> None:
         if self._detached:
             msg = "this model is detached; attach() it again"
             raise ProtocolError(msg)
-        if self._spoiled:
-            msg = (
-                "gradients of no_sync() were lost to a backward outside sharded.backward(); every "
-                "rank calls discard() and begins the step again"
-            )
-            raise ProtocolError(msg)
+        self._gradients.check()
 
     def _held(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the names whose shards `optimizer` holds, in the model's order."""
@@ -269,18 +248,3 @@ class Sharded:
             msg = "the optimizer holds none of the shards; build it from sharded.parameters()"
             raise LayoutError(msg)
         return names
-
-    def _write_back(self, names: Iterable[str], stream: Any) -> None:
-        """Gather the shards of `names` into the model's parameters, in place."""
-        shards, out, params = {}, {}, {}
-        for name in names:
-            param = params[name] = self._params[name].detach()
-            shards[name] = self._shards[name].detach().to(param.dtype)
-            # The logical order travels; a channels_last parameter gets it through a copy.
-            out[name] = param.contiguous()
-        self._registry.gather(shards, out=out, stream=stream)
-        for name, param in params.items():
-            if out[name] is not param:
-                param.copy_(out[name])
-        # Written behind torch's back: a backward through an older graph must be an error still.
-        torch.autograd.graph.increment_version(params.values())

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import safetensors.numpy
 from checkpoint.states import PARAMS, load_on, make_full, save_on
 
 from cupynccl_reduce import CheckpointError, CommunicationError, World, run_local
-from cupynccl_reduce.checkpoint import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ STEPS: list[tuple[Any, str]] = [
     (Path, "open"),
     (Path, "replace"),
     (Path, "unlink"),
-    (files, "save_file"),
+    (safetensors.numpy, "save_file"),
     (shutil, "rmtree"),
 ]
 
@@ -208,13 +208,13 @@ import os, shutil, sys
 from pathlib import Path
 from checkpoint.states import PARAMS, make_full, save_on
 from cupynccl_reduce import run_local
-from cupynccl_reduce.checkpoint import files
+import safetensors.numpy
 {patch} = lambda *_, **__: os._exit(9)
 full = make_full(PARAMS, {states}, 2)
 run_local(2, lambda world: save_on(world, Path({path!r}), PARAMS, full, {{"which": "new"}}))
 """
     for patch, left in {
-        "files.save_file": "old",
+        "safetensors.numpy.save_file": "old",
         "Path.replace": "old",
         "shutil.rmtree": "new",
     }.items():

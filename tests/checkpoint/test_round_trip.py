@@ -313,7 +313,7 @@ def work(world):
         cr.save("nowhere", registry, {"s": registry.shards})
     except cr.LayoutError as error:
         return str(error)
-print(*cr.run_local(2, work), sep="\\n")
+print(*cr.run_local(8, work), sep="\\n")
 """
     done = run_python(source)
-    assert done.stdout.count("pip install 'cupynccl_reduce[checkpoint]'") == 2, done
+    assert done.stdout.count("pip install 'cupynccl_reduce[checkpoint]'") == 8, done

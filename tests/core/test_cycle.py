@@ -50,6 +50,35 @@ def test_there_is_nothing_to_wait_for_before_the_first_backward(cycle: Cycle) ->
         cycle.land()
 
 
+def test_what_is_clipped_may_be_measured_and_closed_and_nothing_else(cycle: Cycle) -> None:
+    for close in (cycle.land, cycle.discard):
+        cycle.begin()
+        cycle.end()
+        cycle.check_norm("clip()", clips=True)
+        cycle.clip()
+        assert cycle.name == "CLIPPED"
+        cycle.check_norm("norm()", clips=False)
+        with pytest.raises(ProtocolError, match=r"clip\(\): the shards hold .* scaled already"):
+            cycle.check_norm("clip()", clips=True)
+        with pytest.raises(ProtocolError, match=r"scaled already; wait\(\) or discard\(\) first"):
+            cycle.begin()
+        close()
+        with pytest.raises(ProtocolError, match=r"call it between"):
+            cycle.check_norm("norm()", clips=False)
+
+
+def test_a_failed_cycle_is_measured_with_the_others_and_stays_failed(cycle: Cycle) -> None:
+    cycle.begin()
+    assert not cycle.failed
+    cycle.fail()
+    cycle.end()
+    cycle.check_norm("clip()", clips=True)
+    cycle.clip()
+    assert cycle.failed
+    with pytest.raises(ProtocolError, match=r"every rank calls discard\(\) first"):
+        cycle.land()
+
+
 @pytest.mark.parametrize("call", ["begin", "land", "discard"])
 def test_an_open_backward_must_be_left_first(cycle: Cycle, call: str) -> None:
     cycle.begin()

@@ -52,7 +52,7 @@ def start(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", ["ranks", "train", "checkpoints"])
+@pytest.mark.parametrize("program", ["ranks", "train", "norm", "checkpoints"])
 def test_every_check_holds_on_every_rank(program: str, ranks: int) -> None:
     if program == "checkpoints":
         pytest.importorskip("safetensors")
@@ -161,7 +161,9 @@ def test_200_delay_seeds_with_poison_give_equal_bits_and_no_race(ranks: int) -> 
         assert f"OK two_hundred_delay_seeds_give_equal_bits rank {rank}" in result.stdout
 
 
-@pytest.mark.parametrize(("program", "ranks"), [("ranks", 1), ("train", 1), ("train", 2)])
+@pytest.mark.parametrize(
+    ("program", "ranks"), [("ranks", 1), ("train", 1), ("train", 2), ("norm", 2)]
+)
 def test_the_engine_is_clean_under_the_race_detector(program: str, ranks: int) -> None:
     result = start(ranks, str(PROGRAMS / f"{program}.py"), CUPYNCCL_SANITIZE="1")
     print(result.stdout)

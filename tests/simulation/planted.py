@@ -4,7 +4,6 @@ Not planted, because what they break does not exist in this engine:
 
 - pinned shards on a stream of their own: no wait before the device-to-host copy, pinned buffer
   reused;
-- the kernel of norm and flags: it reads the bucket on a third stream;
 - an oversize gradient reduced where it lies, then overwritten by the user;
 - a second communicator: two of them in different orders;
 - abort and retry: a retry returns stale bytes;

@@ -5,6 +5,7 @@ Gradients are small integers, so that sums and halves are exact in every dtype, 
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ DTYPES = (
     {"dtype": "float16", "reduce_dtype": "float16", "shard_dtype": "float16"},
     {"dtype": "float64"},
 )
+LOSS_SCALE = 2.0
 INTEGERS = ({"dtype": "int32"}, {"dtype": "int64"})
 
 
@@ -47,6 +49,7 @@ class Cycle:
     failing_rank: int | None = None
     readers: int = 1  # side streams that call wait() and read; 0: the caller's stream reads
     late: bool = False  # the side streams read only when the next cycle begins
+    norms: tuple[str, ...] = ()  # "norm", and "clip" as the last: by its readers, in turn
     gather: str = ""  # "", "new", "out" or "parameters"
     after: str = ""  # "", "close" (another reducer) or "rebuild" (another registry)
 
@@ -106,7 +109,11 @@ class Workload:
                     for name, grad in self.script(rank, index, backward):
                         if grad is not None:
                             total[name] = total[name] + grad
-            totals.append({name: grad / divisor for name, grad in total.items()})
+            floats = {spec.name for spec in self.params if spec.is_float}
+            scale = LOSS_SCALE if "clip" in cycle.norms else 1
+            totals.append(
+                {n: g / divisor / (scale if n in floats else 1) for n, g in total.items()}
+            )
         return totals
 
     def run(self, world: World) -> _Rank:
@@ -129,7 +136,9 @@ class _Rank:
         self.readers = [self.runtime.stream() for _ in range(most)] or [caller]
         self.buffers: dict[str, Any] = {}
         self.kept: list[Any] = []
+        self.kept_norms: list[Any] = []  # who reads one keeps it
         self.late: list[tuple[int, dict[str, Any]]] = []
+        self.norms: list[tuple[Any, Any, str, float]] = []  # and who reads them
 
     def run(self) -> None:
         self.build()
@@ -137,7 +146,9 @@ class _Rank:
             for late in self.late:
                 self.read(*late)
             self.late.clear()
+            self.read_norm()
             self.backwards(index, cycle)
+            self.measure(index, cycle)
             if cycle.failing_rank is not None:
                 self.reducer.discard()
                 continue
@@ -155,6 +166,7 @@ class _Rank:
                     self.reducer = Reducer(self.registry, **self.work.options)
         for late in self.late:
             self.read(*late)
+        self.read_norm()
         self.reducer.close()
         for stream in self.readers:
             stream.synchronize()
@@ -230,6 +242,36 @@ class _Rank:
             if habit == "keep":
                 self.kept = [*self.kept[-3:], array]
             self.reducer.reduce_grad(name, Foreign(array) if habit == "foreign" else array)
+
+    def measure(self, index: int, cycle: Cycle) -> None:
+        """Ask for norms, each for another reader; the last is read late if the cycle says so."""
+        failed = cycle.failing_rank is not None
+        floats = [spec.name for spec in self.work.params if spec.is_float]
+        for number, what in enumerate(cycle.norms):
+            self.read_norm()
+            reader = self.readers[number % len(self.readers)]
+            p = (2, math.inf, 1)[(index + number) % 3]
+            flats = [self.work.expected[index][name].reshape(-1) for name in floats]
+            expected = math.nan if failed else np.linalg.norm(np.concatenate([*flats, [0]]), p)
+            with self.runtime.use(self.producers[(index + number) % len(self.producers)]):
+                if what == "clip":
+                    scale = self.runtime.produce(LOSS_SCALE, "float32")
+                    given = Foreign(scale) if "foreign" in self.work.habits else scale
+                    norm = self.reducer.clip(None, p=p, loss_scale=given, stream=reader)
+                    del scale, given
+                else:
+                    norm = self.reducer.norm(p, stream=reader)
+                    expected = expected * (LOSS_SCALE if "clip" in cycle.norms else 1)
+            self.kept_norms.append(norm)
+            self.norms.append((reader, norm, f"{what} {p} of cycle {index}", expected))
+            if not cycle.late:
+                self.read_norm()
+
+    def read_norm(self) -> None:
+        for reader, norm, what, expected in self.norms:
+            with self.runtime.use(reader):
+                self.readings.append((what, self.runtime.consume(norm), np.array(expected)))
+        self.norms.clear()
 
     def consume(self, index: int, cycle: Cycle) -> None:
         readers = self.readers[: cycle.readers] or [self.runtime.adopt(None)]
@@ -339,7 +381,7 @@ def simulate(work: Workload, **options: Any) -> SimulationResult:
     for number, rank in enumerate(result.values):
         for what, reading, expected in rank.readings:
             seen = np.asarray(reading.value).astype(np.float64)
-            assert np.array_equal(seen, np.asarray(expected, np.float64)), (
+            assert np.array_equal(seen, np.asarray(expected, np.float64), equal_nan=True), (
                 f"bytes: {what} on rank {number} is {seen}, not {expected}"
             )
     return result

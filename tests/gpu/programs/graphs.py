@@ -128,6 +128,50 @@ def cupy_capture_replays_bit_equal(world: cr.World) -> None:
 
 
 @check
+def a_graph_holds_norm_and_clip(world: cr.World) -> None:
+    """Also a loss scale that changes between replays, because it is read on the device."""
+    specs = [cr.ParamSpec(f"p{i}", (1000 + i,), "float32") for i in range(3)]
+    registry = cr.Registry(specs, world, bucket_bytes=5000)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with cr.Reducer(registry, op="mean") as reducer, stream:
+        x, scale = cupy.zeros((2000,), "float32"), cupy.ones((), "float32")
+        grads = [cupy.empty(spec.shape, "float32") for spec in specs]
+        norms = cupy.zeros(2)
+
+        def step() -> None:
+            with reducer.backward():
+                for spec, grad in zip(specs, grads, strict=True):
+                    cupy.multiply(x[: grad.size], 3, out=grad)
+                    reducer.reduce_grad(spec.name, grad)
+            norms[0] = reducer.norm()
+            norms[1] = reducer.clip(1.0, loss_scale=scale)
+            reducer.wait()
+
+        step()
+        reducer.synchronize()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for number in range(1, REPLAYS):
+            x.fill(number)
+            scale.fill(2.0**number)
+            graph.launch(stream)
+            stream.synchronize()
+            whole = 3 * number * sum(spec.numel for spec in specs) ** 0.5
+            got = norms.get().tolist()
+            assert abs(got[0] / whole - 1) < 1e-12, number
+            assert abs(got[1] * 2.0**number / whole - 1) < 1e-12, number
+            each = 3 * number / 2.0**number * min(1.0, 1 / (got[1] + 1e-6))
+            for shard in registry.shards.values():
+                assert abs(to_numpy(shard) / each - 1).max(initial=0) < 1e-6, number
+        step()  # outside the graph again
+        assert abs(float(norms[0]) / whole - 1) < 1e-12
+        reducer.synchronize()
+        del graph
+
+
+@check
 def replays_cost_the_host_next_to_nothing(world: cr.World) -> None:
     """Print what communication adds to the host's time of a replayed step."""
     medians = []

@@ -75,11 +75,36 @@ def check_gather(world: cr.World) -> None:
                 assert bits(gathered[name]) == bits(out[name]) == bits(array), name
 
 
+def check_norm(world: cr.World) -> None:
+    """All ranks get one norm, and skip a step alike; clip() undoes a loss scale."""
+    registry = cr.Registry(FLOATS + INTEGERS, world, bucket_bytes=400)
+    numel = sum(spec.numel for spec in FLOATS)
+    with cr.Reducer(registry, op="sum") as reducer:
+        for bad in (None, np.inf, np.nan):
+            with reducer.backward():
+                for name, place in registry.items():
+                    grad = np.full(place.spec.shape, 3, numpy_dtype(place.spec.dtype))
+                    if bad is not None and name == "scalar" and world.rank == world.world_size - 1:
+                        grad[...] = bad
+                    reducer.reduce_grad(name, grad)
+            norm = reducer.clip(None, loss_scale=float(world.world_size))
+            assert len(set(world.control.all_gather(norm.tobytes()))) == 1
+            if bad is not None:
+                assert not np.isfinite(norm)
+                reducer.discard()
+                continue
+            assert abs(float(norm) / (3 * numel**0.5) - 1) < 1e-14
+            for name, full in registry.gather(reducer.wait()).items():
+                left = 3 if registry[name].spec.is_float else 3 * world.world_size
+                assert (full == left).all(), name
+
+
 def main() -> None:
     with cr.connect("host") as world:
         for workload in workloads(world.world_size):
             check(workload, world)
         check_gather(world)
+        check_norm(world)
         everyone = world.control.all_gather(b"held")
         if world.rank == 0:
             print(f"main law: {len(everyone)} ranks", flush=True)
