@@ -15,6 +15,7 @@ from .errors import (
     ProtocolError,
     ReduceError,
 )
+from .gatherer import Gatherer, GathererStatistics
 from .layout import BucketLayout, ParamSpec, Segment, plan_buckets
 from .membership import World
 from .reducer import Reducer
@@ -28,6 +29,8 @@ __all__ = [
     "BucketLayout",
     "CheckpointError",
     "CommunicationError",
+    "Gatherer",
+    "GathererStatistics",
     "GradientError",
     "GradientTypeError",
     "LayoutError",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .membership import World
     from .protocols import Array, PackKernel, UnpackKernel
 
-__all__ = ["ShardGather", "check_apart", "check_writable"]
+__all__ = ["ShardGather", "Step", "check_apart", "check_writable", "plan_steps"]
 
 
 def check_writable(what: str, view: View, shape: tuple[int, ...], dtype: str) -> None:
@@ -44,14 +44,72 @@ def check_apart(what: str, views: Mapping[str, View]) -> None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """One all-gather: the matrix it fills, and the kernels around it."""
+class Step:
+    """One all-gather: the matrix it fills, in the dtype that travels, and the kernels around it."""
 
     names: tuple[str, ...]
     dtype: str
     matrix: Matrix
     pack: PackKernel
     unpack: UnpackKernel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.matrix.numel * DTYPES[self.dtype].itemsize
+
+    def run(
+        self,
+        world: World,
+        bucket: int,
+        scratch: Array,
+        sources: Mapping[str, View],
+        targets: Mapping[str, View],
+    ) -> None:
+        """Queue pack, all_gather and unpack; collective. `scratch` has room for the matrix."""
+        view, columns, stream = world.runtime.view, self.matrix.columns, world.stream
+        full = view(scratch, 0, self.matrix.numel, self.dtype)
+        offset = world.rank * columns * DTYPES[self.dtype].itemsize
+        own = view(scratch, offset, columns, self.dtype)
+        # One stream for all three: the scratch is reused by the next step in stream order.
+        self.pack([[sources[n]] for n in self.names], own, fill="zero", stream=stream)
+        if world.world_size > 1:
+            launched = world.launching(
+                stream=stream,
+                what="gather",
+                bucket=bucket,
+                dtype=self.dtype,
+                nbytes=self.nbytes,
+                calls=1,
+                names=self.names,
+            )
+            with launched:
+                world.communicator.all_gather(own, full, self.dtype, stream)
+        self.unpack(full, [targets[n] for n in self.names], accumulate=False, stream=stream)
+
+
+def plan_steps(
+    world: World, bucket: BucketLayout, dtypes: Mapping[str, tuple[str, str]]
+) -> tuple[Step, ...]:
+    """Return the steps for parameters of a bucket: name -> dtypes of the shard and of the result.
+
+    One for each pair of dtypes; the cast is part of the pack.
+    """
+    steps = []
+    for pair in dict.fromkeys(dtypes[n] for n in bucket.names if n in dtypes):
+        source, dtype = pair
+        segments = [s for s in bucket.matrix.segments if dtypes.get(s.name) == pair]
+        matrix = Matrix.of(
+            ((s.name, s.numel, s.width) for s in segments),
+            world.world_size,
+            ALIGN_BYTES // DTYPES[dtype].itemsize,
+            f"gather of {bucket.matrix.label}",
+        )
+        if matrix.numel:
+            pack = world.runtime.pack_kernel(matrix.row(world.rank), source, dtype)
+            unpack = world.runtime.unpack_kernel(matrix, dtype, dtype)
+            steps.append(Step(tuple(s.name for s in segments), dtype, matrix, pack, unpack))
+    return tuple(steps)
 
 
 class ShardGather:
@@ -63,7 +121,7 @@ class ShardGather:
         self._world = world
         self._buckets = buckets
         self._specs = specs
-        self._plans: dict[tuple[tuple[str, str], ...], tuple[_Step, ...]] = {}
+        self._plans: dict[tuple[tuple[str, str], ...], tuple[Step, ...]] = {}
         self._scratch: Array = None
         self._lock = threading.Lock()
         self._before = world.runtime.event()
@@ -83,7 +141,7 @@ class ShardGather:
         caller = world.runtime.adopt(stream)
         refused: ReduceError | None = None
         try:
-            sources = self._read_shards(shards)
+            sources = self.read_shards(shards)
             targets = None if out is None else self._read_out(out, sources)
             key = tuple((name, sources[name].dtype) for name in self._specs if name in sources)
         except ReduceError as error:
@@ -100,7 +158,7 @@ class ShardGather:
 
     def _queue(
         self,
-        steps: Sequence[_Step],
+        steps: Sequence[Step],
         sources: Mapping[str, View],
         targets: Mapping[str, View],
         caller: Any,
@@ -114,7 +172,7 @@ class ShardGather:
             self._before.record(stream)
             world.stream.wait_event(self._before)
         for number, step in enumerate(steps):
-            self._run(number, step, sources, targets)
+            step.run(world, number, self._scratch, sources, targets)
         self._after.record(world.stream)
         for stream in producers:
             # C: the full arrays are read, and D: the shards' memory is reused, after all of it.
@@ -122,75 +180,30 @@ class ShardGather:
         if unknown:
             self._after.synchronize()  # D, for shards of a stream that nobody told us of
 
-    def _run(
-        self,
-        number: int,
-        step: _Step,
-        sources: Mapping[str, View],
-        targets: Mapping[str, View],
-    ) -> None:
+    def _plan(self, dtypes: Mapping[str, str]) -> tuple[Step, ...]:
         world = self._world
-        view, columns = world.runtime.view, step.matrix.columns
-        full = view(self._scratch, 0, step.matrix.numel, step.dtype)
-        own = view(
-            self._scratch,
-            world.rank * columns * DTYPES[step.dtype].itemsize,
-            columns,
-            step.dtype,
-        )
-        # One stream for all three: the scratch is reused by the next step in stream order.
-        step.pack([[sources[n]] for n in step.names], own, fill="zero", stream=world.stream)
-        if world.world_size > 1:
-            launched = world.launching(
-                stream=world.stream,
-                what="gather",
-                bucket=number,
-                dtype=step.dtype,
-                nbytes=step.matrix.numel * DTYPES[step.dtype].itemsize,
-                calls=1,
-                names=step.names,
-            )
-            with launched:
-                world.communicator.all_gather(own, full, step.dtype, world.stream)
-        step.unpack(full, [targets[n] for n in step.names], accumulate=False, stream=world.stream)
-
-    def _plan(self, dtypes: Mapping[str, str]) -> tuple[_Step, ...]:
-        world = self._world
-        steps = []
-        for bucket in self._buckets:
-            for dtype in dict.fromkeys(dtypes[n] for n in bucket.names if n in dtypes):
-                segments = [s for s in bucket.matrix.segments if dtypes.get(s.name) == dtype]
-                matrix = Matrix.of(
-                    ((s.name, s.numel, s.width) for s in segments),
-                    world.world_size,
-                    ALIGN_BYTES // DTYPES[dtype].itemsize,
-                    f"gather of {bucket.matrix.label}",
-                )
-                if matrix.numel:
-                    row = matrix.row(world.rank)
-                    pack = world.runtime.pack_kernel(row, dtype, dtype)
-                    unpack = world.runtime.unpack_kernel(matrix, dtype, dtype)
-                    names = tuple(s.name for s in segments)
-                    steps.append(_Step(names, dtype, matrix, pack, unpack))
-        nbytes = max((s.matrix.numel * DTYPES[s.dtype].itemsize for s in steps), default=0)
+        pairs = {name: (dtype, dtype) for name, dtype in dtypes.items()}
+        steps = [step for bucket in self._buckets for step in plan_steps(world, bucket, pairs)]
+        nbytes = max((step.nbytes for step in steps), default=0)
         if self._scratch is None or self._scratch.size < nbytes:
             # The old scratch may still be read by queued work.
             world.stream.synchronize()
             self._scratch = world.runtime.allocate(nbytes)
         return tuple(steps)
 
-    def _read_shards(self, shards: Mapping[str, Any]) -> dict[str, View]:
+    def read_shards(self, shards: Mapping[str, Any], call: str = "gather") -> dict[str, View]:
+        """Return this rank's shards of some parameters as views; LayoutError names a misfit."""
         views = {}
         widths = {s.name: s for bucket in self._buckets for s in bucket.matrix.segments}
         for name, array in shards.items():
             if name not in self._specs:
-                msg = f"gather: no parameter {name!r} in this registry"
+                msg = f"{call}: no parameter {name!r} in this registry"
                 raise LayoutError(msg)
-            view = self._read(name, array, "shard")
+            view = self._read(name, array, f"{call}: shard")
             start, stop = widths[name].interval(self._world.rank)
             if view.shape != (stop - start,):
                 msg = (
-                    f"gather: shard {name!r} has shape {view.shape}, but rank {self._world.rank} "
+                    f"{call}: shard {name!r} has shape {view.shape}, but rank {self._world.rank} "
                     f"holds elements {start} to {stop}: give a flat array of {stop - start}"
                 )
                 raise LayoutError(msg)
@@ -204,7 +217,7 @@ class ShardGather:
             raise LayoutError(msg)
         views = {}
         for name, array in out.items():
-            view = self._read(name, array, "out")
+            view = self._read(name, array, "gather: out")
             spec = self._specs[name]
             check_writable(f"gather: out {name!r}", view, spec.shape, sources[name].dtype)
             views[name] = view
@@ -215,7 +228,7 @@ class ShardGather:
         try:
             return self._world.runtime.read(array, self._world.stream)
         except ReduceError as error:
-            msg = f"gather: {what} {name!r}: {error}"
+            msg = f"{what} {name!r}: {error}"
             raise LayoutError(msg) from error
 
     def _allocate(self, sources: Mapping[str, View]) -> dict[str, Any]:

@@ -159,6 +159,14 @@ class Registry(Mapping[str, Placement]):
         names = [spec.name for spec in self.params if spec.is_float]
         return [read(self.shards[name], stream) for name in names]
 
+    def read_shards(self, shards: Mapping[str, Any], call: str) -> dict[str, View]:
+        """Return this rank's shards of some parameters as views.
+
+        Raises:
+            LayoutError: an unknown name, or no flat contiguous array of the interval's length.
+        """
+        return self._gather.read_shards(shards, call)
+
     def gather(
         self,
         shards: Mapping[str, Any],

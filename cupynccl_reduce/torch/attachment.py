@@ -12,6 +12,7 @@ from cupynccl_reduce.layout import ParamSpec
 from cupynccl_reduce.reducer import Reducer
 from cupynccl_reduce.registry import Registry
 
+from .parameters import check_gatherable, default_blocks
 from .sharded import Sharded
 from .tensors import as_bytes, as_tensor, current_stream, distinct, trainable
 
@@ -30,7 +31,9 @@ def attach(
     model: torch.nn.Module,
     world: World,
     *,
-    zero: Literal[1, 2] = 2,
+    zero: Literal[1, 2, 3] = 2,
+    blocks: Sequence[torch.nn.Module] | None = None,
+    prefetch: int = 1,
     bucket_bytes: int = 64 << 20,
     op: Literal["mean", "sum"] = "mean",
     policy: Literal["planned", "arrival"] = "planned",
@@ -52,7 +55,12 @@ def attach(
         model: on this world's device; every rank's has the same parameters and buffers.
         world: from `connect()` or `run_local()`.
         zero: what is sharded beside the optimizer's state. 1: nothing; gradients add up in p.grad,
-            and step() reduces them once. 2: gradients, reduced in every backward.
+            and step() reduces them once. 2: gradients, reduced in every backward. 3: parameters
+            too, which have memory only while a block computes with them.
+        blocks: with zero=3, the modules whose parameters come and go together; by default the
+            members of the outermost ModuleLists and Sequentials. What is in none is gathered for
+            the whole forward and backward.
+        prefetch: with zero=3, how many buckets are gathered ahead of the block that needs them.
         bucket_bytes: see Registry.
         op: see Reducer, as for the five that follow.
         policy: see Reducer.
@@ -81,13 +89,11 @@ def attach(
         if isinstance(uses_many, str):
             msg = f"uses_many must be a list of names; write [{uses_many!r}]"
             raise LayoutError(msg)
-        if zero not in (1, 2):
-            msg = f"zero must be 1 or 2, not {zero!r}"
-            raise LayoutError(msg)
+        _check_zero(model, zero, blocks)
         specs = _specs(model, reduce_dtype, shard_dtype, frozenset(uses_many))
     except ReduceError as error:
         refused = error
-    entries.append(f"{zero=}")
+    entries += [f"{zero=}", f"{prefetch=}"]
     world.agree("the model", entries, refused=refused)
     registry = Registry(specs, world, bucket_bytes=bucket_bytes)
     reducer = Reducer(
@@ -102,7 +108,14 @@ def attach(
     if world.world_size > 1:
         full = [tensor.detach() for _, tensor in _tensors(model) if tensor.numel()]
         _broadcast(full, world, device)
-    return Sharded(model, registry, reducer, zero=zero)
+    return Sharded(
+        model,
+        registry,
+        reducer,
+        zero=zero,
+        blocks=default_blocks(model) if blocks is None else blocks,
+        prefetch=prefetch,
+    )
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -129,6 +142,24 @@ def _check(name: str, tensor: torch.Tensor, device: torch.device) -> None:
         msg = f"{name!r} {tuple(tensor.shape)} is {tensor.layout}; only dense tensors work"
     if msg:
         raise LayoutError(msg)
+
+
+def _check_zero(
+    model: torch.nn.Module, zero: int, blocks: Sequence[torch.nn.Module] | None
+) -> None:
+    if zero not in (1, 2, 3):
+        msg = f"zero must be 1, 2 or 3, not {zero!r}"
+        raise LayoutError(msg)
+    if zero == 3:  # noqa: PLR2004  # the field's name for it
+        check_gatherable(trainable(model))
+    elif blocks is not None:
+        msg = "blocks are for zero=3, which gathers their parameters"
+        raise LayoutError(msg)
+    known = set(model.modules())
+    for block in blocks or ():
+        if block not in known:
+            msg = f"blocks: {type(block).__name__} is not a module of this model"
+            raise LayoutError(msg)
 
 
 def _specs(

@@ -11,12 +11,13 @@ import torch
 from cupynccl_reduce.errors import LayoutError, ProtocolError
 
 from .gradients import Gradients, Mode
-from .parameters import Whole
+from .parameters import Gathered, Parameters, Whole
 from .steps import Steps
 from .tensors import as_tensor, current_stream, find_stray, trainable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from cupynccl_reduce.reducer import Reducer
     from cupynccl_reduce.registry import Registry
@@ -37,7 +38,9 @@ class Sharded:
         registry: Registry,
         reducer: Reducer,
         *,
-        zero: Literal[1, 2],
+        zero: Literal[1, 2, 3],
+        blocks: Sequence[torch.nn.Module],
+        prefetch: int,
     ) -> None:
         self._zero = zero
         self._model, self._registry, self._reducer = model, registry, reducer
@@ -51,7 +54,11 @@ class Sharded:
             flat = param.detach().reshape(-1)[place.start : place.stop]
             self._shards[name] = torch.nn.Parameter(flat.to(reduced.dtype, copy=True))
             self._reduced[name] = reduced
-        self._parameters = Whole(registry, self._params, self._shards)
+        self._parameters: Parameters = (
+            Gathered(model, blocks, registry, self._params, self._shards, prefetch=prefetch)
+            if zero == 3  # noqa: PLR2004  # the field's name for it
+            else Whole(registry, self._params, self._shards)
+        )
         self._gradients = Gradients(self._params, reducer)
         self._device = next(iter(self._names)).device
         self._steps = Steps(reducer, self._device)
@@ -107,13 +114,16 @@ class Sharded:
             )
             raise ProtocolError(msg)
         run = partial(torch.autograd.backward, loss, gradient, retain_graph=retain_graph)
-        if self._zero == 1:
-            with self.no_sync():
+        try:
+            if self._zero == 1:
+                with self.no_sync():
+                    run()
+            elif self._gradients.mode is Mode.LOCAL:
                 run()
-        elif self._gradients.mode is Mode.LOCAL:
-            run()
-        else:
-            self._reduce(run)
+            else:
+                self._reduce(run)
+        finally:
+            self._parameters.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,6 +196,15 @@ class Sharded:
         self._check()
         self._parameters.write(self._shards, current_stream(self._device))
 
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model's parameters have their values, to read them.
+
+        Collective with zero=3, where they have no memory between steps; else nothing. What is
+        written to them there is lost.
+        """
+        self._check()
+        return self._parameters.full()
+
     def discard(self) -> None:
         """Drop the gradients of a step that is skipped or failed, local ones too.
 
@@ -198,8 +217,12 @@ class Sharded:
     def detach(self) -> None:
         """Remove all hooks, close the reducer and drop all gradients; blocks the host. Idempotent.
 
-        The model's parameters keep their values. attach() may be called again.
+        The model's parameters keep their values; with zero=3 they get them back, and this is
+        collective. attach() may be called again.
         """
+        self._detach(whole=True)
+
+    def _detach(self, *, whole: bool) -> None:
         if self._detached:
             return
         if self._gradients.mode is Mode.REDUCING:
@@ -207,6 +230,7 @@ class Sharded:
             raise ProtocolError(msg)
         self._reducer.close()  # refuses inside a backward; nothing has changed then
         self._detached = True
+        self._parameters.close(whole=whole and self._registry.world.usable)
         self._gradients.remove()
         self._gradients.drop()
         self._steps.clear()
@@ -217,7 +241,7 @@ class Sharded:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self.detach()
+        self._detach(whole=error is None)
 
     def __repr__(self) -> str:
         state = "DETACHED" if self._detached else self._gradients.mode.name

@@ -236,7 +236,7 @@ def _table_in_memory(patch: pytest.MonkeyPatch) -> None:
 
 def _gather_packs_elsewhere(patch: pytest.MonkeyPatch) -> None:
     def queue(original: Any, self: SimPack, *args: Any, stream: SimStream, **how: Any) -> None:
-        if asked_by("_run"):
+        if asked_by("run"):
             stream = stream_named(CALLER, stream)
         original(self, *args, stream=stream, **how)
 

@@ -14,7 +14,7 @@ from cupynccl_reduce.torch import attach
 if TYPE_CHECKING:
     from cupynccl_reduce import World
 
-MODES = (1, 2)
+MODES = (1, 2, 3)
 MICRO, STEPS = 3, 2
 
 
