@@ -103,6 +103,11 @@ class Registry(Mapping[str, Placement]):
         self.shards: Mapping[str, Any] = MappingProxyType(
             {name: brought[name] if name in brought else self._shard(name) for name in self}
         )
+        # Read once: reading what the caller brought again would count as another write to it.
+        self._views = {
+            name: views[name] if name in brought else world.runtime.read(shard, world.stream)
+            for name, shard in self.shards.items()
+        }
 
     def _check_brought(self, name: str, array: Any) -> View:
         if name not in self._specs:
@@ -147,17 +152,14 @@ class Registry(Mapping[str, Placement]):
             return Matrix(1, columns, (whole,), layout.matrix.label), [
                 read(self.row(layout), stream)
             ]
-        views = [read(self.shards[name], stream) for name in layout.names]
-        return layout.matrix.row(self.world.rank), views
+        return layout.matrix.row(self.world.rank), [self._views[name] for name in layout.names]
 
     def float_shards(self) -> list[View]:
         """Return this rank's shards of all floating-point parameters, as kernels take them.
 
         They are what a norm is made of: without padding, and each element on one rank only.
         """
-        read, stream = self.world.runtime.read, self.world.stream
-        names = [spec.name for spec in self.params if spec.is_float]
-        return [read(self.shards[name], stream) for name in names]
+        return [self._views[spec.name] for spec in self.params if spec.is_float]
 
     def read_shards(self, shards: Mapping[str, Any], call: str) -> dict[str, View]:
         """Return this rank's shards of some parameters as views.

@@ -44,7 +44,8 @@ SIZES = {
     "medium": Shape(width=1024, blocks=24, heads=16, context=512),
 }
 BUCKET_BYTES = {"tiny": 256 << 10, "small": 32 << 20, "medium": 64 << 20}
-RATE, WARM_UP, MAX_NORM = 1e-3, 10, 1.0
+RATE = {"tiny": 1e-3, "small": 3e-4, "medium": 2e-4}  # larger ones double rounding at every step
+WARM_UP, MAX_NORM = 10, 1.0
 # Far above rounding: AdamW divides a gradient by its own size, so that one near zero would step as
 # far as a large one, in a direction that rounding decides.
 EPSILON = 1e-6
@@ -118,7 +119,7 @@ def train(
     """Run the steps; `update` takes a loss to the next parameters. Collective."""
     for step, rows in task.batches(start):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, (step + 1) / WARM_UP)
+            group["lr"] = RATE[task.options.size] * min(1, (step + 1) / WARM_UP)
         task.world.control.all_gather(b"")  # ranks start together
         began = time.perf_counter()
         loss = loss_of(forward, rows)

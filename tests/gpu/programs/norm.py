@@ -85,11 +85,12 @@ def clip_scales_every_shard_once(world: cr.World) -> None:
                 before = float(reducer.norm())
                 norm = reducer.clip(max_norm, loss_scale=scale)
                 same_everywhere(world, norm)
-                assert math.isclose(float(norm), before / number, rel_tol=1e-14)
-                factor = 1.0 if max_norm is None else min(1.0, max_norm / (float(norm) + 1e-6))
+                whole = float(norm)  # the next norm overwrites it
+                assert math.isclose(whole, before / number, rel_tol=1e-14)
+                factor = 1.0 if max_norm is None else min(1.0, max_norm / (whole + 1e-6))
                 after = float(reducer.norm())
                 # 16-bit shards round: 2**-9 of each element, and less of the norm.
-                assert math.isclose(after, float(norm) * factor, rel_tol=2**-8)
+                assert math.isclose(after, whole * factor, rel_tol=2**-8)
                 reducer.wait()
 
 
