@@ -1,4 +1,4 @@
-"""Linear regression with SGD on shards, without a framework: NumPy on the host, CuPy on GPUs.
+"""Linear regression with AdamW on shards, without a framework: NumPy on the host, CuPy on GPUs.
 
 mpirun -n 2 python -m mpi4py scripts/example_arrays.py
 """
@@ -8,9 +8,9 @@ from importlib import import_module
 
 import cupynccl_reduce as cr
 
-STEPS = 200
+STEPS = 300
 ROWS = 64  # of data on each rank in each step
-RATE = 0.1
+RATE, BETAS, EPSILON, DECAY = 0.3, (0.9, 0.95), 1e-8, 1e-7
 LIMIT = 1e-5
 
 
@@ -25,12 +25,13 @@ def main() -> None:
         registry = cr.Registry(
             [cr.ParamSpec(name, array.shape, "float32") for name, array in truth.items()], world
         )
-        # This rank's slices of the parameters. An optimizer's state would have the same shapes.
+        # This rank's slices of the parameters, and of AdamW's two moments.
         shards = {name: xp.zeros(p.stop - p.start, "float32") for name, p in registry.items()}
+        first, second = ({name: xp.zeros_like(s) for name, s in shards.items()} for _ in "ab")
         data = xp.random.default_rng(world.rank)
 
         with cr.Reducer(registry) as reducer:
-            for _ in range(STEPS):
+            for step in range(1, STEPS + 1):
                 full = registry.gather(shards)
                 x = data.standard_normal((ROWS, 7), dtype="float32")
                 error = x @ (full["weight"] - truth["weight"]) + full["bias"] - truth["bias"]
@@ -38,7 +39,12 @@ def main() -> None:
                     reducer.reduce_grad("bias", 2 * error.mean(0))
                     reducer.reduce_grad("weight", 2 / ROWS * x.T @ error)
                 for name, grad in reducer.wait().items():
-                    shards[name] -= RATE * grad
+                    first[name] += (1 - BETAS[0]) * (grad - first[name])
+                    second[name] += (1 - BETAS[1]) * (grad * grad - second[name])
+                    mean = first[name] / (1 - BETAS[0] ** step)
+                    size = xp.sqrt(second[name] / (1 - BETAS[1] ** step)) + EPSILON
+                    rate = RATE * (1 - step / STEPS) ** 3
+                    shards[name] -= rate * (mean / size + DECAY * shards[name])
 
         full = registry.gather(shards)
         max_error = max(float(abs(full[name] - truth[name]).max()) for name in truth)
