@@ -137,10 +137,7 @@ class Gatherer:
             self._drop((u for u in self._units if u not in units and u not in coming), caller)
             self._gather(units, coming, caller)
             for unit in units:
-                # C: the parameters are read after they are there.
-                caller.wait_event(unit.ready)
-                self._counts["hits"] += unit.prefetched
-                unit.prefetched = False
+                self._world.guard(self._follow_unit, unit, caller)
             for name in names:
                 self._users[name] += 1
                 self._unit_of[name].users += 1
@@ -272,6 +269,11 @@ class Gatherer:
             step.run(self._world, unit.index, self._scratch, self._sources, targets)
             self._counts["received_bytes"] += step.nbytes - step.nbytes // self._world.world_size
         unit.ready.record(self._world.stream)
+
+    def _follow_unit(self, unit: Unit, caller: Any) -> None:
+        caller.wait_event(unit.ready)  # C: the parameters are read after they are there
+        self._counts["hits"] += unit.prefetched
+        unit.prefetched = False
 
     def _follow(self, streams: Iterable[Any]) -> None:
         """Let the communication stream wait for the present end of other streams."""
