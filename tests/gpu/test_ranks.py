@@ -52,7 +52,7 @@ def start(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", ["ranks", "train", "norm", "checkpoints"])
+@pytest.mark.parametrize("program", ["ranks", "train", "norm", "gatherer", "checkpoints"])
 def test_every_check_holds_on_every_rank(program: str, ranks: int) -> None:
     if program == "checkpoints":
         pytest.importorskip("safetensors")
@@ -162,7 +162,7 @@ def test_200_delay_seeds_with_poison_give_equal_bits_and_no_race(ranks: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("program", "ranks"), [("ranks", 1), ("train", 1), ("train", 2), ("norm", 2)]
+    ("program", "ranks"), [("ranks", 1), ("train", 1), ("train", 2), ("norm", 2), ("gatherer", 2)]
 )
 def test_the_engine_is_clean_under_the_race_detector(program: str, ranks: int) -> None:
     result = start(ranks, str(PROGRAMS / f"{program}.py"), CUPYNCCL_SANITIZE="1")
