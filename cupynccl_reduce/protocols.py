@@ -149,6 +149,9 @@ class Runtime(Protocol):
     def event(self) -> Any:
         """Return a new event, not recorded; waiting for it is a no-op."""
 
+    def watched_event(self) -> Any:
+        """Return an event that a watchdog's thread may query at any time, and nobody waits for."""
+
     def adopt(self, stream: Any) -> Any:
         """Return the Stream for a caller's stream object; None is the caller's current stream."""
 

@@ -48,8 +48,7 @@ def watch(world: World, beats: Beats, timeout_s: float, *, alone: bool = True) -
     others have given it up by then, and the launcher would wait for it.
     """
     status = world.status
-    # The race detector follows the events of its runtime: those of another thread are none of its.
-    status.flight = Flight(getattr(world.runtime, "unfollowed_event", world.runtime.event))
+    status.flight = Flight(world.runtime.watched_event)
     status.watchdog = Watchdog(
         world.rank,
         status.flight,

@@ -16,7 +16,7 @@ from cupynccl_reduce.errors import GradientError, GradientTypeError, ProtocolErr
 from cupynccl_reduce.reading import make_reader
 
 from .cuda_norm import CudaNorm
-from .events import CudaEvent, Handle
+from .events import CudaEvent, Handle, WatchedEvent
 from .kernels import CudaPack, CudaUnpack, read_source
 from .pools import Pools
 
@@ -155,6 +155,11 @@ class CudaRuntime:
         """Return a new event, not recorded."""
         with self.current:
             return CudaEvent()
+
+    def watched_event(self) -> Any:
+        """Return a new event for another thread to query."""
+        with self.current:
+            return WatchedEvent()
 
     def adopt(self, stream: Any) -> Any:
         """Return the CuPy Stream of a caller's stream; None is this thread's current one.

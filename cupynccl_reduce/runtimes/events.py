@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
 import cupy
 
 from cupynccl_reduce.errors import CommunicationError
 
-__all__ = ["CudaEvent", "Handle"]
+__all__ = ["CudaEvent", "Handle", "WatchedEvent"]
 
 SUCCESS, NOT_READY, CAPTURING = 0, 600, 900
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class CudaEvent(cupy.cuda.Event):  # type: ignore[misc]  # CuPy is untyped
@@ -34,6 +37,35 @@ class CudaEvent(cupy.cuda.Event):  # type: ignore[misc]  # CuPy is untyped
             msg = f"CUDA has failed: {name}"
             raise CommunicationError(msg)
         return bool(status == SUCCESS)
+
+
+class WatchedEvent(CudaEvent):
+    """An event that another thread than its streams' may query, also while one captures a graph.
+
+    A query from a thread in the default mode would be refused then, and end the capture
+    (cudaStreamCaptureModeGlobal).
+    """
+
+    @property
+    def done(self) -> bool:
+        """See CudaEvent."""
+        before = _exchange_capture_mode(RELAXED)
+        try:
+            return bool(CudaEvent.done.__get__(self))
+        finally:
+            _exchange_capture_mode(before)
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Set how this thread minds captures of others, and return how it did before."""
+    value = ctypes.c_int(mode)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return value.value
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")  # CuPy does not have the call
 
 
 class Handle:

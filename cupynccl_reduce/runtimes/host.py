@@ -99,6 +99,8 @@ class HostRuntime:
         """Return a new event, not recorded."""
         return HostEvent()
 
+    watched_event = event
+
     def adopt(self, stream: Any) -> Any:
         """Return the caller's stream: program order, unless a HostStream is given."""
         if stream is None:

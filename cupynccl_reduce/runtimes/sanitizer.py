@@ -86,10 +86,6 @@ class SanitizedRuntime(CudaRuntime):
         with self.current:
             return FollowedEvent(self)
 
-    def unfollowed_event(self) -> Any:
-        """Return a new event that the detector does not know."""
-        return super().event()
-
     def adopt(self, stream: Any) -> Any:
         """Return the followed stream of a caller's stream."""
         if isinstance(stream, FollowedStream):

@@ -105,6 +105,8 @@ class SimRuntime:
         """Return a new event, not recorded."""
         return SimEvent(self.scheduler)
 
+    watched_event = event
+
     def adopt(self, stream: Any) -> Any:
         """Return the caller's current stream for None."""
         if stream is None:

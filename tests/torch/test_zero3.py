@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from cupynccl_reduce import World
     from cupynccl_reduce.torch import Sharded
+
+
+LOCK = threading.Lock()
 
 
 class Block(nn.Module):
@@ -44,15 +48,18 @@ class Model(nn.Module):
 
     def __init__(self, how: str = "plain") -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.how = how
-        self.first = nn.Linear(3, 4)
-        self.blocks = nn.ModuleList(Block(how) for _ in range(3))
+        with LOCK:  # ranks are threads, and draw from one generator
+            torch.manual_seed(0)
+            self.first = nn.Linear(3, 4)
+            self.blocks = nn.ModuleList(Block(how) for _ in range(3))
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(3, 4, bias=False)
         self.head.weight = self.first.weight
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.unused = nn.Linear(2, 2)
+        nn.init.ones_(self.unused.weight)
+        nn.init.ones_(self.unused.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) * self.frozen

@@ -87,5 +87,20 @@ def the_caller_s_memory_is_filled(world: cr.World) -> None:
     passes(world, allocate=allocate, free=free)
 
 
+@check
+def gathers_come_between_launches(world: cr.World) -> None:
+    registry = cr.Registry(SPECS, world, bucket_bytes=20_000)
+    shards = {name: own(registry, name, 0) for name in registry}
+    with cr.Gatherer(registry, shards) as gatherer, cr.Reducer(registry, op="sum") as reducer:
+        for _ in range(3):
+            with reducer.backward():
+                for name in reversed(registry):
+                    array = gatherer.acquire([name])[name]
+                    reducer.reduce_grad(name, array * 2)
+                    gatherer.release([name])
+            for name, shard in reducer.wait().items():
+                assert bool((shard == own(registry, name, 0) * 2 * world.world_size).all()), name
+
+
 if __name__ == "__main__":
     main(share_gpu=True)
