@@ -110,12 +110,16 @@ class Cycle:
         if self._state is _State.REDUCING:
             self._state = _State.CLIPPED
 
-    def land(self) -> bool:
-        """Close the cycle; return whether it was still open. Again: nothing changes."""
+    def check_wait(self) -> None:
+        """Raise ProtocolError unless the shards hold what a caller may read."""
         self.check_outside("wait()")
         if self._state not in (_State.REDUCING, _State.CLIPPED, _State.LANDED):
             msg = f"wait(): the shards hold {self._state.value}"
             raise ProtocolError(self.where(msg))
+
+    def land(self) -> bool:
+        """Close the cycle; return whether it was still open. Again: nothing changes."""
+        self.check_wait()
         newly = self._state is _State.REDUCING
         self._state = _State.LANDED
         return newly

@@ -53,32 +53,49 @@ class Engine:
         registry.claim(self)
 
     def _begin(self) -> None:
-        with self._lock:
-            self._check()
-            status = self._world.status
-            with status.lock:
-                if status.open_backward not in (None, self):
-                    msg = "backward() while another reducer of this world has one open"
-                    raise ProtocolError(self._cycle.where(msg))
-                accumulate = self._cycle.begin()
-                if status.flight is not None:
-                    status.flight.step = self._cycle.step
-                status.open_backward = self
-            self._policy.begin(accumulate=accumulate)
+        status, opened = self._status, False
+        try:
+            with self._lock:
+                self._check()
+                with status.lock:
+                    self._check_other()
+                    accumulate = self._cycle.begin()
+                    opened = True
+                    if status.flight is not None:
+                        status.flight.step = self._cycle.step
+                    status.open_backward = self
+                self._policy.begin(accumulate=accumulate)
+        except BaseException as error:
+            if opened:
+                self._give_up(error)
+            raise
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:
             try:
                 if error is not None and not self._can_fill:
                     self._world.fail(error)
-                if self._world.usable:
-                    self._finish(error)
-            finally:
-                self._intake.clear()
-                self._cycle.end()
-                self._world.status.open_backward = None
+                told = self._finish(error) if self._world.usable else None
+                self._close_backward()
+            except BaseException as failure:
+                self._give_up(failure)
+                raise
+        if told is not None:
+            raise told
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _give_up(self, error: BaseException) -> None:
+        """Break the world: `error` (Ctrl-C, most often) came out of half a beginning or end."""
+        with self._lock:
+            self._world.fail(error)
+            self._close_backward()
+
+    def _close_backward(self) -> None:
+        self._intake.clear()
+        self._cycle.end()
+        self._status.open_backward = None
+
+    def _finish(self, error: BaseException | None) -> MismatchError | None:
+        """Launch what is left; return what missing="error" has to say."""
         absent = ""
         if self._missing == "error":
             # A failed rank takes part: its peers wait here.
@@ -90,7 +107,7 @@ class Engine:
         if absent and self._compare is not None:
             # Ranks that differ would launch different collectives: none of them launches more.
             self._cycle.fail()
-            raise told
+            return told
         if error is not None:
             self._intake.clear()  # NaN for what has arrived too: nobody is to use this step
         self._run(self._policy.finish(), fill="zero" if error is None else "nan")
@@ -99,15 +116,22 @@ class Engine:
         self._pipeline.release_read()
         if error is not None or absent:
             self._cycle.fail()
-        if error is None and absent:
-            raise told
+        return told if error is None and absent else None
 
     def _launch_due(self, complete: BucketLayout) -> None:
         self._pipeline.mark(complete, self._intake.held(complete))
         self._run(self._policy.due())
 
     def _run(self, launches: Iterator[Launch], fill: Fill = "zero") -> None:
-        self._world.guard(self._pipeline.run, launches, self._intake.take, fill, self._compare)
+        self._world.guard(self._launch, launches, fill)
+
+    def _launch(self, launches: Iterator[Launch], fill: Fill = "zero") -> None:
+        self._pipeline.run(launches, self._intake.take, fill, self._compare)
+
+    def _land(self, stream: Any) -> None:
+        if self._cycle.land():
+            self._launch(self._policy.untouched())
+        self._pipeline.wait(stream)
 
     def _measure(self, request: Request, stream: Any) -> Any:
         """Queue what norm() or clip() asks for; return the norm, which `stream` waits for."""
@@ -115,17 +139,26 @@ class Engine:
         if pipeline.captured and not norms.ready(request.p):
             msg = f"{request.call} allocates and compiles at first: call it once before the capture"
             raise ProtocolError(self._cycle.where(msg))
+
+        def queue() -> Any:
+            self._launch(self._policy.untouched())
+            if request.clips:
+                self._cycle.clip()
+            failed, captured = self._cycle.failed, pipeline.captured
+            return norms.measure(request, stream, failed=failed, captured=captured)
+
         if world.status.compares and world.world_size > 1:
             world.agree("the norm", [str(request)])
-        self._run(self._policy.untouched())
-        if request.clips:
-            self._cycle.clip()
-        measure = partial(norms.measure, failed=self._cycle.failed, captured=pipeline.captured)
-        return world.guard(measure, request, stream)
+        return world.guard(queue)
 
     def _check(self) -> None:
         self._cycle.check()
         self._world.check()
+
+    def _check_other(self) -> None:
+        if self._status.open_backward not in (None, self):
+            msg = "backward() while another reducer of this world has one open"
+            raise ProtocolError(self._cycle.where(msg))
 
     def _check_open(self, name: str) -> None:
         self._intake.check_name(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from .errors import LayoutError, ReduceError
 from .layout import ALIGN_BYTES, BucketLayout, Matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from .dlpack import View
     from .layout import ParamSpec
@@ -41,6 +42,12 @@ def check_apart(what: str, views: Mapping[str, View]) -> None:
         if start + nbytes > next_start:
             msg = f"{what}: {name!r} and {other!r} share memory; give each an array of its own"
             raise LayoutError(msg)
+
+
+def _check_mapping(what: str, arrays: Any) -> None:
+    if not isinstance(arrays, Mapping):
+        msg = f"{what} must be a mapping of names to arrays, not {type(arrays).__name__}"
+        raise LayoutError(msg)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,14 +153,19 @@ class ShardGather:
             key = tuple((name, sources[name].dtype) for name in self._specs if name in sources)
         except ReduceError as error:
             refused, key = error, ()
-        # Compared each time, before anything is queued: one rank that differs must not hang all.
-        world.agree("what to gather", [repr(pair) for pair in key], refused=refused)
-        if key not in self._plans:
-            self._plans[key] = self._plan(dict(key))
-        arrays = dict(out) if out is not None else self._allocate(sources)
-        if targets is None:
-            targets = {name: world.runtime.read(a, caller) for name, a in arrays.items()}
-        world.guard(self._queue, self._plans[key], sources, targets, caller)
+        try:
+            # Compared each time: one rank that differs must not hang all.
+            world.agree("what to gather", [repr(pair) for pair in key], refused=refused)
+            if key not in self._plans:
+                self._plans[key] = self._plan(dict(key))
+            arrays = dict(out) if out is not None else self._allocate(sources)
+            if targets is None:
+                targets = {name: world.runtime.read(a, caller) for name, a in arrays.items()}
+            world.guard(self._queue, self._plans[key], sources, targets, caller)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                world.fail(error)  # Ctrl-C: the others go on into a gather without this rank
+            raise
         return arrays
 
     def _queue(
@@ -193,6 +205,7 @@ class ShardGather:
 
     def read_shards(self, shards: Mapping[str, Any], call: str = "gather") -> dict[str, View]:
         """Return this rank's shards of some parameters as views; LayoutError names a misfit."""
+        _check_mapping(f"{call}: shards", shards)
         views = {}
         widths = {s.name: s for bucket in self._buckets for s in bucket.matrix.segments}
         for name, array in shards.items():
@@ -211,6 +224,7 @@ class ShardGather:
         return views
 
     def _read_out(self, out: Mapping[str, Any], sources: Mapping[str, View]) -> dict[str, View]:
+        _check_mapping("gather: out", out)
         if set(out) != set(sources):
             odd = ", ".join(sorted(map(repr, set(out) ^ set(sources))))
             msg = f"gather: out and shards must hold the same names; only one has {odd}"

@@ -94,12 +94,10 @@ class World:
             elif not isinstance(fault, MismatchError):  # which every rank raises
                 watchdog.raised(fault)
         with self.status.lock:
-            first = self.status.fault is None
-            if first:
+            if self.status.fault is None:
                 self.status.fault = cause
-        if first:
-            self.communicator.abort()
-            self.control.abort()
+        self.communicator.abort()  # again and again: Ctrl-C may have cut the first time short
+        self.control.abort()
         if isinstance(fault, MismatchError) or not isinstance(fault, Exception):
             return fault  # says all by itself; KeyboardInterrupt keeps its meaning
         return self._broken()
@@ -115,6 +113,10 @@ class World:
             agree(self.control, what, entries, refused=refused)
         except CommunicationError as error:
             raise self.fail(error) from error
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.fail(error)  # Ctrl-C: the others may wait for what this rank did not send
+            raise
 
     def guard(self, action: Callable[..., T], *args: Any) -> T:
         """Do what queues work or waits for ranks; if it fails, break the world and say why.

@@ -186,7 +186,11 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
         msg = f"{name} must be a number, not {value!r}"
         raise LayoutError(msg)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        msg = f"{name} must be a number that a float can hold, not {value!r}"
+        raise LayoutError(msg) from None
 
 
 def _element(name: str, array: Any, runtime: Runtime, stream: Any) -> View:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Options"]
 
+MOST_BUFFERS = 1 << 10
+
 _CHOICES = {
     "op": ("mean", "sum"),
     "policy": ("planned", "arrival"),
@@ -43,6 +45,10 @@ class Options:
                 msg = f"{key} must be one of {choices}, not {value!r}"
                 raise LayoutError(msg)
         check_integer("max_buffers", self.max_buffers, 1)
+        if self.policy == "arrival" and self.max_buffers > MOST_BUFFERS:
+            # Planned buckets have a buffer each at most; those that fill as they come, no bound.
+            msg = f"max_buffers of policy='arrival' is at most {MOST_BUFFERS}: {self.max_buffers}"
+            raise LayoutError(msg)
         if not self.pre_divide and (self.op, self.policy) != ("mean", "arrival"):
             msg = "pre_divide=False needs op='mean' and policy='arrival'"
             raise LayoutError(msg)

@@ -33,8 +33,8 @@ class Reducer(Engine):
             buckets gradients as they come, which must be in the same order on every rank: that is
             compared before each launch and at the end of backward, which blocks the host.
         pre_divide: only with policy="arrival" and op="mean": False lets the collective average.
-        max_buffers: send buffers (of each wire dtype with "arrival"); from 2 on packing overlaps
-            collectives.
+        max_buffers: send buffers (with "arrival" of each wire dtype, 1024 at most); from 2 on
+            packing overlaps collectives.
         missing: what an absent gradient is at the end of backward: "zero" (the divisor stays
             world_size), or "error" on all ranks, which blocks the host to compare.
         memory: of the send buffers: "device", or "pinned" for page-locked host memory.
@@ -78,10 +78,11 @@ class Reducer(Engine):
         self._begin()
         try:
             yield
+            self._end(None)
         except BaseException as error:
-            self._end(error)
+            if self._cycle.open:  # else _end() raised it, and has ended the backward
+                self._end(error)
             raise
-        self._end(None)
 
     def reduce_grad(self, name: str, grad: Any) -> None:
         """Hand over this rank's full gradient of one parameter.
@@ -210,10 +211,8 @@ class Reducer(Engine):
         """
         with self._lock:
             self._check()
-            adopted = self._world.runtime.adopt(stream)
-            if self._cycle.land():
-                self._run(self._policy.untouched())
-            self._world.guard(self._pipeline.wait, adopted)
+            self._cycle.check_wait()
+            self._world.guard(self._land, self._world.runtime.adopt(stream))
             return self._registry.shards
 
     def wait_packed(self, *, stream: Any = None) -> None:

@@ -36,8 +36,9 @@ def check_watch(timeout_s: float, check: Check) -> None:
         msg = f"check must be one of {', '.join(map(repr, get_args(Check)))}, not {check!r}"
         raise LayoutError(msg)
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not number or not 0 < timeout_s < float("inf"):
-        msg = f"timeout_s must be a number of seconds > 0, not {timeout_s!r}"
+    if not number or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        most = f"{threading.TIMEOUT_MAX:,.0f}"
+        msg = f"timeout_s must be a number of seconds > 0, at most {most}, not {timeout_s!r:.80}"
         raise LayoutError(msg)
 
 

@@ -50,7 +50,8 @@ def compile_for(architecture: str) -> tuple[list[bytes], bytes, bytes]:
         call(nvrtc.nvrtcAddNameExpression, program, name.encode())
     options = [b"-std=c++17", b"-ftz=true", f"-arch={architecture}".encode()]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * call(nvrtc.nvrtcGetProgramLogSize, program)
+    # Not of spaces: an empty log is written into b" " itself, of which Python has only one.
+    log = bytes(call(nvrtc.nvrtcGetProgramLogSize, program))
     call(nvrtc.nvrtcGetProgramLog, program, log)
     assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS, log.decode()
     assert b"warning" not in log, log.decode()

@@ -268,7 +268,7 @@ WRONG_TIMES = [
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_limit_is_a_number_of_seconds(timeout_s: Any, world_size: int) -> None:
     for check in ("off", "heartbeat", "sync"):
-        with pytest.raises(cr.LayoutError, match="timeout_s must be a number of seconds > 0, not"):
+        with pytest.raises(cr.LayoutError, match="timeout_s must be a number of seconds > 0"):
             cr.run_local(world_size, no_world, timeout_s=timeout_s, check=check)  # type: ignore[arg-type]
 
 
