@@ -36,3 +36,13 @@ def test_the_example_on_two_ranks() -> None:
     line = LINE.fullmatch(result.stdout)
     assert line is not None, result
     assert line[1] == "2"
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_the_example_of_jax(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax", reason="the test extra brings jax")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    path = str(EXAMPLE.with_name("example_jax.py"))
+    result = mpirun(ranks, path) if ranks else run([sys.executable, path], environment())
+    result.check()
+    assert f"example_jax: OK world={max(1, ranks)} runtime=host" in result.stdout
