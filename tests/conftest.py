@@ -53,6 +53,8 @@ def limit(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the markers: pytest is strict. Give out exact memory, where memcheck watches."""
+    # A shell's background job ignores Ctrl-C, and so would every process that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "limit(seconds): when a test counts as hanging")
     config.addinivalue_line("markers", "pool: counts what CuPy's own pool does")
     if "TEST_EXACT_MEMORY" in os.environ:

@@ -53,13 +53,11 @@ class Model(nn.Module):
             torch.manual_seed(0)
             self.first = nn.Linear(3, 4)
             self.blocks = nn.ModuleList(Block(how) for _ in range(3))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(3, 4, bias=False)
+            self.norm = nn.LayerNorm(4)
+            self.head = nn.Linear(3, 4, bias=False)
+            self.unused = nn.Linear(2, 2)
         self.head.weight = self.first.weight
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.unused = nn.Linear(2, 2)
-        nn.init.ones_(self.unused.weight)
-        nn.init.ones_(self.unused.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) * self.frozen
