@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .membership import World
     from .protocols import Array, PackKernel, UnpackKernel
 
-__all__ = ["ShardGather", "Step", "check_apart", "check_writable", "plan_steps"]
+__all__ = ["ShardGather", "Step", "check_apart", "check_mapping", "check_writable", "plan_steps"]
 
 
 def check_writable(what: str, view: View, shape: tuple[int, ...], dtype: str) -> None:
@@ -44,9 +44,10 @@ def check_apart(what: str, views: Mapping[str, View]) -> None:
             raise LayoutError(msg)
 
 
-def _check_mapping(what: str, arrays: Any) -> None:
-    if not isinstance(arrays, Mapping):
-        msg = f"{what} must be a mapping of names to arrays, not {type(arrays).__name__}"
+def check_mapping(what: str, values: object, of: str = "arrays") -> None:
+    """Raise LayoutError unless `values` maps names to something."""
+    if not isinstance(values, Mapping):
+        msg = f"{what} must be a mapping of names to {of}, not {type(values).__name__}"
         raise LayoutError(msg)
 
 
@@ -145,9 +146,10 @@ class ShardGather:
         self, shards: Mapping[str, Any], out: Mapping[str, Any] | None, stream: Any
     ) -> dict[str, Any]:
         world = self._world
-        caller = world.runtime.adopt(stream)
+        caller: Any = None
         refused: ReduceError | None = None
         try:
+            caller = world.runtime.adopt(stream)
             sources = self.read_shards(shards)
             targets = None if out is None else self._read_out(out, sources)
             key = tuple((name, sources[name].dtype) for name in self._specs if name in sources)
@@ -205,7 +207,7 @@ class ShardGather:
 
     def read_shards(self, shards: Mapping[str, Any], call: str = "gather") -> dict[str, View]:
         """Return this rank's shards of some parameters as views; LayoutError names a misfit."""
-        _check_mapping(f"{call}: shards", shards)
+        check_mapping(f"{call}: shards", shards)
         views = {}
         widths = {s.name: s for bucket in self._buckets for s in bucket.matrix.segments}
         for name, array in shards.items():
@@ -224,7 +226,7 @@ class ShardGather:
         return views
 
     def _read_out(self, out: Mapping[str, Any], sources: Mapping[str, View]) -> dict[str, View]:
-        _check_mapping("gather: out", out)
+        check_mapping("gather: out", out)
         if set(out) != set(sources):
             odd = ", ".join(sorted(map(repr, set(out) ^ set(sources))))
             msg = f"gather: out and shards must hold the same names; only one has {odd}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .dtypes import DTYPES
 from .errors import LayoutError, ProtocolError, ReduceError
-from .gather import ShardGather, check_apart, check_writable
+from .gather import ShardGather, check_apart, check_mapping, check_writable
 from .layout import BucketLayout, Matrix, ParamSpec, Segment, plan_buckets
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ class Registry(Mapping[str, Placement]):
 
         Raises:
             LayoutError: a wrong name, shape or dtype, before anything is queued.
-            MismatchError: ranks that give different names or dtypes.
-            ProtocolError: inside backward.
+            MismatchError: ranks that give different names or dtypes, or of which one was refused.
+            ProtocolError: inside backward, or what is no stream.
         """
         self.world.check()
         if self.world.status.open_backward is not None:
@@ -239,9 +239,7 @@ class Registry(Mapping[str, Placement]):
 
 
 def _listed(params: Sequence[ParamSpec], brought: Mapping[str, Any]) -> tuple[ParamSpec, ...]:
-    if not isinstance(brought, Mapping):
-        msg = f"shards must be a mapping of names to arrays, not {type(brought).__name__}"
-        raise LayoutError(msg)
+    check_mapping("shards", brought)
     try:
         return tuple(params)
     except TypeError:

@@ -26,6 +26,8 @@ Check = Literal["heartbeat", "sync", "off"]
 ABORTED = 74  # exit code of a process whose world broke
 ABORT_S = 10.0
 PATIENCE = 10  # times the timeout, until a process that holds its GIL is ended
+# poll() counts milliseconds in 32 bits: a wait of over 24 days would wrap, and end at any time.
+LONGEST_S = 7 * 24 * 3600
 
 _joined: list[World] = []  # under a launcher: all that have not ended well, and the last
 
@@ -36,9 +38,9 @@ def check_watch(timeout_s: float, check: Check) -> None:
         msg = f"check must be one of {', '.join(map(repr, get_args(Check)))}, not {check!r}"
         raise LayoutError(msg)
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not number or not 0 < timeout_s <= threading.TIMEOUT_MAX:
-        most = f"{threading.TIMEOUT_MAX:,.0f}"
-        msg = f"timeout_s must be a number of seconds > 0, at most {most}, not {timeout_s!r:.80}"
+    if not number or not 0 < timeout_s <= LONGEST_S:
+        most = f"at most a week ({LONGEST_S:,})"
+        msg = f"timeout_s must be a number of seconds > 0, {most}, not {timeout_s!r:.80}"
         raise LayoutError(msg)
 
 

@@ -49,7 +49,7 @@ def connect(
             NCCL_SOCKET_IFNAME and NCCL_NET; NCCL reads them once per process, so no NCCL
             communicator may exist in it before. One host only.
         timeout_s: how long one launch may run, or a rank that this one waits for be silent, before
-            that is a fault. A slow backward is none.
+            that is a fault; a week at most. A slow backward is none.
         check: "heartbeat" watches all ranks through a channel of its own, and turns a rank that
             dies, stops, fails, leaves or differs into a CommunicationError that names it, on every
             other rank. "sync" also compares every launch before it is queued, which blocks the

@@ -87,7 +87,7 @@ class Gatherer:
             check_integer("prefetch", prefetch, 0)
             check_integer("persistent", persistent, 0)
             self._sources = registry.read_shards(shards, "Gatherer")
-            self._dtypes = full_dtypes(registry, self._sources, dtypes or {})
+            self._dtypes = full_dtypes(registry, self._sources, dtypes)
             entries = [
                 f"{prefetch=} {persistent=}",
                 *(f"{n!r} {v.dtype} -> {self._dtypes[n]}" for n, v in self._sources.items()),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupynccl_reduce.dtypes import DTYPES
 from cupynccl_reduce.errors import LayoutError, ReduceError
-from cupynccl_reduce.gather import check_apart, check_writable
+from cupynccl_reduce.gather import check_apart, check_mapping, check_writable
 from cupynccl_reduce.layout import ALIGN_BYTES
 
 if TYPE_CHECKING:
@@ -88,18 +88,24 @@ class FullMemory:
 
 
 def full_dtypes(
-    registry: Registry, sources: Mapping[str, View], given: Mapping[str, str]
+    registry: Registry, sources: Mapping[str, View], given: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return the dtype of every full parameter."""
+    """Return the dtype of every full parameter; LayoutError says which cannot be."""
+    given = {} if given is None else given
+    check_mapping("Gatherer: dtypes", given, "dtypes")
     for name in given:
         if name not in sources:
-            msg = f"dtypes: no shard {name!r} was given"
+            msg = f"Gatherer: dtypes: no shard {name!r} was given"
             raise LayoutError(msg)
     dtypes = {name: given.get(name, registry[name].spec.dtype) for name in sources}
     for name, dtype in dtypes.items():
-        if dtype not in DTYPES or (
-            dtype != sources[name].dtype
-            and not (DTYPES[dtype].is_float and DTYPES[sources[name].dtype].is_float)
+        if (
+            not isinstance(dtype, str)
+            or dtype not in DTYPES
+            or (
+                dtype != sources[name].dtype
+                and not (DTYPES[dtype].is_float and DTYPES[sources[name].dtype].is_float)
+            )
         ):
             msg = f"{name!r}: a shard of {sources[name].dtype} cannot become {dtype!r}"
             raise LayoutError(msg)

@@ -11,6 +11,7 @@ from producers import CUDA, Producer
 from strategies import interval
 
 from cupynccl_reduce import (
+    Gatherer,
     LayoutError,
     ParamSpec,
     ProtocolError,
@@ -199,6 +200,36 @@ GATHERS: dict[str, tuple[Any, str]] = {
 for _name, (_do, _word) in GATHERS.items():
     VALUES.refuse(f"gather-{_name}", "idle", _do, LayoutError, _word)
 
+
+def gatherer(**options: Any) -> Callable[[Seat], object]:
+    return lambda s: Gatherer(s.registry, **({"shards": s.registry.shards} | options))
+
+
+GATHERERS: dict[str, tuple[dict[str, Any], str]] = {
+    "shards-none": ({"shards": None}, "a mapping of names to arrays, not NoneType"),
+    "shards-a-list": ({"shards": [ones(3)]}, "a mapping of names to arrays, not list"),
+    "shards-a-name": ({"shards": "table"}, "a mapping of names to arrays, not str"),
+    "shards-unknown": ({"shards": {"desk": ones(3)}}, "no parameter 'desk'"),
+    "shards-of-none": ({"shards": {"table": None}}, "NoneType"),
+    "shards-too-long": ({"shards": {"table": ones(7)}}, "holds elements"),
+    "dtypes-a-list": ({"dtypes": ["table"]}, "a mapping of names to dtypes, not list"),
+    "dtypes-no-list": ({"dtypes": []}, "a mapping of names to dtypes, not list"),
+    "dtypes-a-name": ({"dtypes": "table"}, "a mapping of names to dtypes, not str"),
+    "dtypes-zero": ({"dtypes": 0}, "a mapping of names to dtypes, not int"),
+    "dtypes-false": ({"dtypes": False}, "a mapping of names to dtypes, not bool"),
+    "dtypes-nan": ({"dtypes": NAN}, "a mapping of names to dtypes, not float"),
+    "dtypes-unknown": ({"dtypes": {"desk": "float32"}}, "no shard 'desk'"),
+    "dtypes-by-number": ({"dtypes": {1: "float32"}}, "no shard 1"),
+    "dtypes-of-none": ({"dtypes": {"table": None}}, "cannot become None"),
+    "dtypes-of-a-list": ({"dtypes": {"table": ["float32"]}}, "cannot become ['float32']"),
+    "dtypes-of-a-type": ({"dtypes": {"table": np.float32}}, "numpy.float32"),
+    "dtypes-integer": ({"dtypes": {"table": "int32"}}, "cannot become 'int32'"),
+    "prefetch": ({"prefetch": -1}, "prefetch must be an integer >= 0"),
+    "persistent": ({"persistent": 1.0}, "persistent must be an integer >= 0"),
+}
+for _name, (_fields, _word) in GATHERERS.items():
+    VALUES.refuse(f"gatherer-{_name}", "idle", gatherer(**_fields), LayoutError, _word)
+
 SPECS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "name-none": ((None, (3,), "float32"), {}, "non-empty string, not None"),
     "name-empty": (("", (3,), "float32"), {}, "non-empty string, not ''"),
@@ -234,14 +265,14 @@ for _name, (_given, _fields, _word) in SPECS.items():
     )
 
 WATCHES: dict[str, Any] = {
-    "timeout_s": (0, -1, 0.0, NAN, float("inf"), None, True, "60"),
+    "timeout_s": (0, -1, 0.0, NAN, float("inf"), None, True, "60", 604_801, 1e9, HUGE),
     "check": ("on", None, [], True, NAN, ""),
 }
 for _name, _values in WATCHES.items():
     for _value in _values:
         for _call, _first in (("connect", ("host",)), ("run_local", (1, id))):
             VALUES.refuse(
-                f"{_call}-{_name}-{_value!r:.10}",
+                f"{_call}-{_name}-{_value!r:.12}",
                 "",
                 lambda _, call=_call, first=_first, name=_name, value=_value: {
                     "connect": connect,
@@ -249,7 +280,7 @@ for _name, _values in WATCHES.items():
                 }[call](*first, **{name: value}),
                 LayoutError,
                 f"{_name} must be",
-                f"{_value!r}",
+                f"{_value!r:.80}",
             )
 for _value in (0, -1, 2.0, NAN, None, True, "2", np.int64(2)):
     VALUES.refuse(

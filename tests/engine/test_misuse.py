@@ -11,10 +11,12 @@ import random
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from engine.misuse_calls import CALLS
 from engine.misuse_values import VALUES
-from engine.session import PlantedError, Session
+from engine.model import FLOATS
+from engine.session import PlantedError, Seat, Session
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -24,15 +26,23 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from strategies import MEMORY
+from strategies import MEMORY, interval
 
-from cupynccl_reduce import ProtocolError, ReduceError
+from cupynccl_reduce import (
+    MismatchError,
+    ProtocolError,
+    ReduceError,
+    Registry,
+    World,
+    run_local,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ALL = os.environ.get("TEST_MISUSE") == "all"
 MISUSES = CALLS | VALUES
+TABLE = np.arange(6, dtype="f4") + 1
 RAISED = (PlantedError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, ProtocolError)
 
 
@@ -272,6 +282,37 @@ def test_a_named_misuse_changes_nothing_and_the_next_step_is_exact(
         go_on(session)
     finally:
         session.end()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("name", [name for name in VALUES if name.startswith("gather")])
+def test_a_bad_gather_of_one_rank_is_refused_on_all(name: str, bad: int) -> None:
+    """No rank waits for it, and the next gather is exact."""
+    one = VALUES[name]
+
+    def work(world: World) -> None:
+        seat = Seat(world, Registry(FLOATS, world))
+        seat.registry.shards["table"][...] = interval(TABLE, world.rank, world.world_size)
+        if world.rank == bad:
+            with pytest.raises(one.kind) as refused:
+                one.call(seat)
+            assert all(word in str(refused.value) for word in one.words)
+        else:
+            with pytest.raises(MismatchError, match=f"rank {bad}: refused: "):
+                seat.registry.gather(seat.registry.shards)
+        full = seat.registry.gather(seat.registry.shards)
+        np.testing.assert_array_equal(full["table"].reshape(-1), TABLE, strict=True)
+
+    run_local(2, work)
+
+
+@pytest.mark.parametrize("check", ["off", "heartbeat", "sync"])
+def test_the_longest_timeout_is_taken(check: Any) -> None:
+    def work(world: World) -> int:
+        world.agree("that it is there", [])
+        return world.rank
+
+    assert run_local(2, work, timeout_s=7 * 24 * 3600, check=check) == [0, 1]
 
 
 def test_the_table_of_misuse_is_long_enough_and_covers_every_situation() -> None:
